@@ -1,0 +1,103 @@
+"""What a person sees while something works.
+
+stdout is for results, stderr for everything else. On a terminal a task shows a live bar with rate and
+time left; when nobody watches (a pipe, a log file, CI) it prints a plain line every ten seconds.
+"""
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, Literal, Self
+
+Unit = Literal["B", "tok", "doc", "file"]
+_PLAIN_EVERY = 10.0
+
+
+def say(text: str = "") -> None:
+    """A line for the person, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def count(n: float) -> str:
+    """1234567 -> '1.23M': three significant digits, for people."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(n) >= size:
+            return f"{n / size:.3g}{suffix}"
+    return f"{n:.3g}"
+
+
+def size(n: float) -> str:
+    """Bytes for people, in powers of ten as disks are sold: '648 MB'."""
+    for unit, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(n) >= unit:
+            return f"{n / unit:.3g} {suffix}"
+    return f"{n:.0f} B"
+
+
+def seconds(s: float) -> str:
+    if s < 60:
+        return f"{s:.1f} s"
+    minutes, rest = divmod(round(s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+class Progress:
+    """`with Progress("reading", total, "B") as bar: bar.advance(n)`. Safe to advance from many threads."""
+
+    def __init__(self, task: str, total: float | None = None, unit: Unit = "B") -> None:
+        self.task, self.total, self.unit = task, total, unit
+        self.done = 0.0
+        self._lock = threading.Lock()
+        self._start = self._last_line = time.monotonic()
+        self._bar: Any = None  # rich's live bar, when a person watches
+        self._bar_task: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(compact=True),
+                console=Console(file=sys.stderr),
+            )
+            self._bar_task = self._bar.add_task(self.task, total=self.total, figures="")
+            self._bar.start()
+        return self
+
+    def advance(self, n: float, note: str = "") -> None:
+        with self._lock:
+            self.done += n
+            now = time.monotonic()
+            if self._bar is not None:
+                self._bar.update(self._bar_task, completed=self.done, figures=self._figures(now, note))
+            elif now - self._last_line >= _PLAIN_EVERY:
+                self._last_line = now
+                say(f"{self.task}: {self._figures(now, note)}{self._left(now)}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def _figures(self, now: float, note: str) -> str:
+        show = size if self.unit == "B" else count
+        rate = self.done / max(now - self._start, 1e-9)
+        of = f" of {show(self.total)}" if self.total else ""
+        unit = "" if self.unit == "B" else f" {self.unit}"
+        return f"{show(self.done)}{of}{unit}, {show(rate)}{unit}/s{f', {note}' if note else ''}"
+
+    def _left(self, now: float) -> str:
+        if not self.total or not self.done:
+            return ""
+        return f", {seconds((now - self._start) * max(self.total - self.done, 0) / self.done)} left"

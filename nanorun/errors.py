@@ -1,0 +1,10 @@
+"""What goes wrong because of input, files or the state of things, and not because of a bug.
+
+A `UserError` carries one clear sentence that says what to do. The command line prints it on stderr and
+exits with code 2; a program that imports nanorun catches it like any exception. Everything else that is
+raised is a bug and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """One sentence for the person at the keyboard: what is wrong, with the value, and what to do."""

@@ -1,0 +1,27 @@
+"""Fixtures that every test may use: a fresh home, and the shared corpus where this machine has it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(
+    os.environ.get("NANORUN_SHARED_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data"
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty NANORUN_HOME."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("NANORUN_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The real corpus, which is never part of the repository."""
+    if not (SHARED_DATA / "pretrain").is_dir():
+        pytest.skip(f"no shared corpus at {SHARED_DATA} (set NANORUN_SHARED_DATA to its folder)")
+    return SHARED_DATA
