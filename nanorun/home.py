@@ -51,8 +51,9 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     ready. This does not survive a power failure between the two renames of a replacement: the old folder
     is then found under a hidden name beside it.
     """
+    taken = UserError(f"{final} exists already: choose another name, or replace it with --replace.")
     if final.exists() and not replace:
-        raise UserError(f"{final} exists already: choose another name, or replace it with --replace.")
+        raise taken
     final.parent.mkdir(parents=True, exist_ok=True)
     _sweep(final)
     work = final.parent / f".{final.name}.writing-{os.getpid()}"
@@ -60,6 +61,8 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         yield work
         _sync_folder(work)
+        if final.exists() and not replace:  # another process was faster
+            raise taken
         if final.exists():
             old = final.parent / f".{final.name}.old-{os.getpid()}"
             final.rename(old)

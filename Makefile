@@ -1,0 +1,54 @@
+# make speedrun   see it work: the sample world, its tokenizer, and what they look like
+# make test       lint, types and every test that this machine can run
+# make test-gpu   the GPU tests, with the current interpreter; installs nothing
+# make lint       ruff and mypy alone;  make format: let ruff arrange the code
+# make clean      remove the virtual environment and caches (never your data)
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help speedrun test test-gpu lint format clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+speedrun: $(VENV)/installed
+	$(BIN)/nanorun speedrun
+
+test: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nanorun needs Python 3.11 or newer and $(PYTHON) is " + sys.version.split()[0] + ": name another with make PYTHON=python3.12 ...")'
+	@echo "creating $(VENV) and installing nanorun into it (a minute or two, once)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/installed

@@ -1,0 +1,235 @@
+"""The command line: each verb parses its options, calls one function and prints what it returned.
+
+Results go to stdout, everything else (progress, notes, errors) to stderr. With --json a verb prints one
+JSON object as the last thing on stdout. A person's mistake gives one sentence and exit code 2.
+"""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from nanorun import __version__, console
+from nanorun.errors import UserError
+
+app = typer.Typer(
+    help="Train your own ChatGPT from raw text, and talk to it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
+tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(tok_app, name="tok")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace one of the same name.")]
+
+
+def _example(text: str) -> str:
+    return f"Example:  {text}"
+
+
+def _show(result: dict[str, Any], as_json: bool, text: str) -> None:
+    print(json.dumps(result, ensure_ascii=False) if as_json else text, flush=True)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"nanorun {__version__}")
+        raise typer.Exit
+
+
+@app.command(epilog=_example("nanorun speedrun"))
+def speedrun(as_json: Json = False) -> None:
+    """The whole pipeline, from nothing. A finished stage is not done again; interrupted, it goes on."""
+    from nanorun.speedrun import run
+
+    _show(run(), as_json, "")
+
+
+@app.command(epilog=_example("nanorun doctor --json"))
+def doctor(as_json: Json = False) -> None:
+    """What this machine has and what is missing. Exit code 1 when something needed is missing."""
+    from nanorun import doctor, tables
+
+    findings = doctor.examine()
+    ready = all(finding.verdict != "missing" for finding in findings)
+    _show({"ready": ready, "findings": [vars(f) for f in findings]}, as_json, tables.findings_table(findings))
+    raise typer.Exit(0 if ready else 1)
+
+
+@data_app.command("get", epilog=_example("nanorun data get fineweb-edu --shards 8"))
+def data_get(
+    names: Annotated[list[str], typer.Argument(help="sample, climbmix, fineweb-edu or fineweb10B.")],
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="How many training shards (default: all).")
+    ] = None,
+    size: Annotated[str, typer.Option(help="How much of the sample world to write, such as 20MB.")] = "8MB",
+    seed: Annotated[int, typer.Option(min=0, help="Another seed tells other stories of the same world.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Downloads at a time.")] = 4,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Gets named corpora: the sample world is written here, the others are downloaded (and resumed)."""
+    from nanorun import tables
+    from nanorun.data import get
+
+    datasets = [get.get_dataset(name, shards, get.parse_size(size), seed, workers, replace) for name in names]
+    _show(
+        {"datasets": [tables.dataset_record(d) for d in datasets]}, as_json, tables.datasets_table(datasets)
+    )
+
+
+@data_app.command(
+    "add", epilog=_example("nanorun data add ~/notes more.jsonl.xz --name mine --val held-out.txt")
+)
+def data_add(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Files or folders: parquet, jsonl, txt; plain, .gz, .xz, .zst.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What to call it (default: after the file or folder).")
+    ] = None,
+    val: Annotated[
+        Path | None, typer.Option(help="The validation text (default: one document in 100).")
+    ] = None,
+    column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    split: Annotated[
+        str | None, typer.Option(help="Split txt files into documents at this text (\\n is a line end).")
+    ] = None,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Makes a dataset of your own files."""
+    from nanorun import tables
+    from nanorun.data.add import add_files
+
+    separator = split.replace("\\n", "\n").replace("\\t", "\t") if split is not None else None
+    dataset = add_files(paths, name=name, val=val, column=column, separator=separator, replace=replace)
+    _show(tables.dataset_record(dataset), as_json, tables.datasets_table([dataset]))
+
+
+@data_app.command("ls", epilog=_example("nanorun data ls --verify"))
+def data_ls(
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every shard and compare its checksum.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What data is here."""
+    from nanorun import tables
+    from nanorun.data.get import list_datasets
+
+    datasets, broken = list_datasets(verify)
+    records = [tables.dataset_record(d) for d in datasets]
+    _show({"datasets": records, "broken": broken}, as_json, tables.datasets_table(datasets))
+    for sentence in broken:
+        console.say(sentence)
+    raise typer.Exit(2 if broken else 0)
+
+
+@data_app.command("tokenize", epilog=_example("nanorun data tokenize mine --tokenizer mine"))
+def data_tokenize(
+    dataset: Annotated[str | None, typer.Argument(help="A dataset of text (default: the newest).")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's name (default: the newest).")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to call the result (default: DATASET-TOKENIZER).")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="Threads (default: one a core).")] = 0,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Tokenizes a dataset once into memory-mapped .bin shards, so that training need not."""
+    from nanorun import tables
+    from nanorun.data.bins import tokenize_dataset
+    from nanorun.data.get import newest_text
+    from nanorun.text.store import open_tokenizer
+
+    made = tokenize_dataset(
+        newest_text(dataset), open_tokenizer(tokenizer), name=name, threads=threads, replace=replace
+    )
+    _show(tables.dataset_record(made), as_json, tables.datasets_table([made]))
+
+
+@tok_app.command("train", epilog=_example("nanorun tok train --vocab 32768 --data mine"))
+def tok_train(
+    vocab: Annotated[int, typer.Option(help="Tokens in all, the nine special ones included.")] = 32768,
+    data: Annotated[str | None, typer.Option(help="The dataset to learn from (default: the newest).")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to call it (default: after the dataset and size).")
+    ] = None,
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", help="Text to learn from at most, such as 2GB.")
+    ] = "2GB",
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Trains a byte-level BPE tokenizer on the training text of a dataset."""
+    from nanorun import tables
+    from nanorun.data.get import newest_text, parse_size
+    from nanorun.data.vocabulary import train_on
+
+    result = train_on(newest_text(data), vocab, name=name, max_bytes=parse_size(max_bytes), replace=replace)
+    _show(result, as_json, tables.trained_tokenizer(result))
+
+
+@tok_app.command("eval", epilog=_example("nanorun tok eval --tokenizer mine-32768 --json"))
+def tok_eval(
+    tokenizer: Annotated[
+        list[str] | None, typer.Option(help="Tokenizers to compare (default: the newest).")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Whose validation text (default: what it was trained on).")
+    ] = None,
+    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Text to encode at most.")] = "100MB",
+    as_json: Json = False,
+) -> None:
+    """Compression and speed on validation text, beside GPT-2's and GPT-4's where their files are at hand."""
+    from nanorun import tables
+    from nanorun.data.get import parse_size
+    from nanorun.data.vocabulary import evaluate
+
+    result = evaluate(tokenizer or [], data, parse_size(max_bytes))
+    _show(result, as_json, tables.tokenizers_table(result))
+
+
+# typer carries its own copy of click in newer versions, so its base of all usage errors is found here
+_ClickException: Any = typer.BadParameter.__mro__[2]
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        code = app(args, standalone_mode=False, prog_name="nanorun")
+    except UserError as error:
+        code = _complain(str(error))
+    except _ClickException as error:
+        context = getattr(error, "ctx", None)
+        help_hint = f" See {context.command_path} --help." if context is not None else ""
+        code = (
+            _complain(error.format_message().rstrip(".") + "." + help_hint) if error.format_message() else 2
+        )
+    except (KeyboardInterrupt, typer.Abort):
+        console.say("\nStopped. Nothing half-written was kept; the same command goes on or starts again.")
+        code = 130
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stderr.close()
+        code = 141
+    sys.exit(code or 0)
+
+
+def _complain(sentence: str) -> int:
+    console.say(f"nanorun: {sentence}")
+    return 2
+
+
+def _stop(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt

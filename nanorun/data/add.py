@@ -1,0 +1,140 @@
+"""`data add`: a person's own files become a dataset, whole or not at all.
+
+Which documents are validation: those of `--val FILE`, or else one in a hundred, spread evenly over the
+input (so that a corpus sorted by topic is still judged fairly), at most one shard of them. Either way
+they are the last shard. The rest is training, in the order of the files; the loader shuffles.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanorun import home
+from nanorun.console import Progress
+from nanorun.data.dataset import SHARD_BYTES, Dataset, ParquetWriter, Shard, Split
+from nanorun.data.readers import collect_files, read_documents
+from nanorun.errors import UserError
+
+VAL_EVERY = 100
+
+
+def default_name(paths: list[Path]) -> str:
+    """'notes' for notes.txt.gz, the folder's name for a folder or for several files of one folder."""
+    first = paths[0].resolve()
+    if len(paths) > 1:
+        first = first.parent
+    stem = first.name.split(".")[0] if first.is_file() else first.name
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)
+    return name.strip("._-")[:64] or "text"
+
+
+def add_files(
+    paths: list[Path],
+    *,
+    name: str | None = None,
+    val: Path | None = None,
+    column: str = "text",
+    separator: str | None = None,
+    replace: bool = False,
+) -> Dataset:
+    if not paths:
+        raise UserError("data add needs at least one file or folder.")
+    files = collect_files(paths)
+    val_files = collect_files([val]) if val is not None else []
+    held_out = {path.resolve() for path in val_files}
+    files = [path for path in files if path.resolve() not in held_out]
+    if not files:
+        raise UserError(f"Nothing is left to train on: {val} is the only file named.")
+    name = home.check_name(name or default_name(paths), "dataset")
+
+    total = sum(path.stat().st_size for path in [*files, *val_files])
+    with (
+        home.new_folder(home.data_dir() / name, replace=replace) as folder,
+        Progress(f"adding {name}", total, "B") as bar,
+    ):
+        documents = _documents(files, column, separator, bar)
+        if val_files:
+            shards = _write(folder, documents)
+            shards += _write(folder, _documents(val_files, column, separator, bar), "val", len(shards))
+        else:
+            shards = _write_holding_out(folder, documents)
+        source = ", ".join(str(path) for path in paths) + (f"; validation {val}" if val else "")
+        dataset = Dataset(name, home.data_dir() / name, "parquet", tuple(shards), source)
+        dataset.save(folder)
+    return dataset
+
+
+def write_dataset(
+    name: str, train: Iterator[str], val: Iterator[str], source: str, *, replace: bool = False
+) -> Dataset:
+    """A dataset from documents that a program makes (the sample world)."""
+    with home.new_folder(home.data_dir() / home.check_name(name, "dataset"), replace=replace) as folder:
+        shards = _write(folder, train)
+        shards += _write(folder, val, "val", len(shards))
+        dataset = Dataset(name, home.data_dir() / name, "parquet", tuple(shards), source)
+        dataset.save(folder)
+    return dataset
+
+
+def _documents(files: list[Path], column: str, separator: str | None, bar: Progress) -> Iterator[str]:
+    for path in files:
+        found = False
+        for document in read_documents(path, column=column, separator=separator, advance=bar.advance):
+            found = True
+            yield document
+        if not found:
+            raise UserError(f"{path} holds no text: leave it away.")
+
+
+def _write(folder: Path, documents: Iterator[str], split: Split = "train", first: int = 0) -> list[Shard]:
+    writer = ParquetWriter(folder, split, first=first)
+    try:
+        for document in documents:
+            writer.add(document, len(document.encode()))
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
+    """Training shards, then the held-out documents as the last one."""
+    train = ParquetWriter(folder, "train")
+    val = ParquetWriter(folder, "val", prefix="held-out")
+    try:
+        last: str | None = None  # one document stays in hand, to be validation if no other is
+        for number, document in enumerate(documents, 1):
+            if last is not None:
+                train.add(last, len(last.encode()))
+                last = None
+            if number % VAL_EVERY == 0 and val.text_bytes < SHARD_BYTES * 0.9:
+                val.add(document, len(document.encode()))
+            else:
+                last = document
+        if last is not None:
+            if val.documents:
+                train.add(last, len(last.encode()))
+            else:
+                if not train.documents:
+                    head, last = _cut_in_two(last)
+                    train.add(head, len(head.encode()))
+                val.add(last, len(last.encode()))
+        shards, held_out = train.finish(), val.finish()
+    finally:
+        train.close()
+        val.close()
+    for shard in held_out:
+        file = f"shard-{len(shards):05d}.parquet"
+        (folder / shard.file).rename(folder / file)
+        shards.append(Shard(**{**vars(shard), "file": file}))
+    return shards
+
+
+def _cut_in_two(text: str) -> tuple[str, str]:
+    """A single document is trained on up to about nine tenths; the rest is validation."""
+    near = len(text) * 9 // 10
+    for mark in ("\n\n", "\n", " "):
+        at = text.rfind(mark, 0, near)
+        if at > 0 and text[:at].strip() and text[at:].strip():
+            return text[: at + len(mark)], text[at + len(mark) :]
+    raise UserError(
+        "One document of a few characters is too little to train on and to validate with: add more text."
+    )

@@ -1,0 +1,173 @@
+"""Tokens on disk: `.bin` shards in the format of llm.c and of the NanoGPT speedrun.
+
+    256 little-endian int32: 20240520, 1, the number of tokens, zeros
+    the tokens, uint16, each document behind its delimiter (our BOS, GPT-2's <|endoftext|>)
+
+They are read through a memory map, so a corpus larger than memory costs no more than what is touched.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanorun import home
+from nanorun.console import Progress
+from nanorun.data.dataset import Dataset, Shard, Split, file_sha256, read_row_group
+from nanorun.errors import UserError
+from nanorun.text.tokenizer import Tokenizer
+
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+SHARD_TOKENS = 100_000_000
+
+
+def read_bin(path: Path) -> NDArray[np.uint16]:
+    """The tokens of a shard as a read-only memory map; a file that is not one is refused."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
+    if header[0] != MAGIC or header[1] != VERSION:
+        raise UserError(
+            f"{path} is not a token shard (it does not begin with {MAGIC}, {VERSION}): get it again."
+        )
+    count = int(header[2])
+    if count < 0 or size != HEADER_BYTES + 2 * count:
+        raise UserError(
+            f"{path} says it holds {count:,} tokens and has {size:,} bytes where {HEADER_BYTES + 2 * count:,} "
+            "belong: it is cut short or damaged, get it again."
+        )
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+class BinWriter:
+    """Writes documents into shards `PREFIX-00000.bin`, ...; a document never straddles two shards."""
+
+    def __init__(
+        self, folder: Path, split: Split, bos: int, first: int = 0, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        if not 0 <= bos < 1 << 16:
+            raise UserError(
+                f"Token shards hold 16-bit tokens and the delimiter {bos} is larger: use a smaller vocabulary."
+            )
+        self.folder, self.split, self.bos, self.next_index = folder, split, bos, first
+        self.shard_tokens = shard_tokens
+        self.shards: list[Shard] = []
+        self._file: Any = None
+        self._documents = self._tokens = self._text_bytes = 0
+
+    def add(self, tokens: NDArray[Any], offsets: NDArray[np.int64], text_bytes: Sequence[int]) -> None:
+        """Documents as one flat array without delimiters and the offsets at which each begins and ends."""
+        for i, (begin, end) in enumerate(pairwise(offsets.tolist())):
+            if self._file is not None and self._tokens + 1 + end - begin > self.shard_tokens:
+                self._finish_shard()
+            if self._file is None:
+                self._file = open(self._path(), "wb")  # noqa: SIM115 (closed by _finish_shard or close)
+                self._file.write(bytes(HEADER_BYTES))
+            self._file.write(np.uint16(self.bos).tobytes())
+            self._file.write(tokens[begin:end].astype("<u2", copy=False).tobytes())
+            self._documents += 1
+            self._tokens += 1 + int(end - begin)
+            self._text_bytes += text_bytes[i]
+
+    def finish(self) -> list[Shard]:
+        if self._file is not None:
+            self._finish_shard()
+        return self.shards
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _path(self) -> Path:
+        return self.folder / f"shard-{self.next_index:05d}.bin"
+
+    def _finish_shard(self) -> None:
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = MAGIC, VERSION, self._tokens
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        self.close()
+        path = self._path()
+        self.shards.append(
+            Shard(
+                file=path.name,
+                split=self.split,
+                documents=self._documents,
+                text_bytes=self._text_bytes,
+                file_bytes=path.stat().st_size,
+                sha256=file_sha256(path),
+                tokens=self._tokens,
+            )
+        )
+        self.next_index += 1
+        self._documents = self._tokens = self._text_bytes = 0
+
+
+def tokenize_dataset(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    *,
+    name: str | None = None,
+    threads: int = 0,
+    replace: bool = False,
+) -> Dataset:
+    """The same documents as token shards, in the same order and splits: tokenize once, train often."""
+    if dataset.kind != "parquet":
+        raise UserError(f"'{dataset.name}' holds tokens already: name a dataset of text.")
+    if tokenizer.vocab_size > 1 << 16:
+        raise UserError(
+            f"'{tokenizer.name}' has {tokenizer.vocab_size:,} tokens and token shards hold 16-bit ones: "
+            "use a vocabulary of at most 65,536."
+        )
+    name = home.check_name(name or f"{dataset.name}-{tokenizer.name}"[:64], "dataset")
+    threads = threads or os.cpu_count() or 1
+    shards: list[Shard] = []
+    with (
+        home.new_folder(home.data_dir() / name, replace=replace) as folder,
+        Progress(f"tokenizing {dataset.name}", dataset.total("text_bytes") or None, "B") as bar,
+    ):
+        splits: tuple[Split, ...] = ("train", "val")
+        for split in splits:
+            writer = BinWriter(folder, split, tokenizer.bos, first=len(shards))
+            try:
+                for texts in _row_groups(dataset.files(split)):
+                    sizes = [len(text.encode()) for text in texts]
+                    tokens, offsets = tokenizer.encode_documents(texts, threads)
+                    writer.add(tokens, offsets, sizes)
+                    bar.advance(sum(sizes))
+                shards += writer.finish()
+            finally:
+                writer.close()
+        made = Dataset(
+            name,
+            home.data_dir() / name,
+            "bin",
+            tuple(shards),
+            source=f"dataset {dataset.name}",
+            tokenizer=describe_tokenizer(tokenizer),
+        )
+        made.save(folder)
+    return made
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "name": tokenizer.name,
+        "fingerprint": tokenizer.fingerprint,
+        "bos": tokenizer.bos,
+        "vocab_size": tokenizer.vocab_size,
+    }
+
+
+def _row_groups(files: list[Path]) -> Iterator[list[str]]:
+    import pyarrow.parquet
+
+    for path in files:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                yield read_row_group(file, group)

@@ -1,0 +1,242 @@
+"""A dataset: a folder `data/NAME/` of shards and a `dataset.json` that says what they are.
+
+Text is kept as parquet (column `text`, row groups of about a thousand documents), tokens as `.bin`
+(`bins.py`). Validation is the last shard. The manifest records for every shard its split, documents,
+bytes of text, tokens, and the SHA-256 of the file, so that a damaged or exchanged shard is noticed and a
+training run knows whether it goes on over the very data it began with.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nanorun import home
+from nanorun.errors import UserError
+
+MANIFEST = "dataset.json"
+ROW_GROUP_DOCUMENTS = 1000
+ROW_GROUP_BYTES = 16 << 20
+SHARD_BYTES = 100_000_000  # bytes of text in one parquet shard
+
+Split = Literal["train", "val"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    split: Split
+    documents: int
+    text_bytes: int | None  # None for tokens whose text we never saw
+    file_bytes: int
+    sha256: str
+    row_groups: int = 0  # parquet
+    tokens: int = 0  # bin
+
+
+@dataclass(frozen=True)
+class Dataset:
+    name: str
+    folder: Path
+    kind: Literal["parquet", "bin"]
+    shards: tuple[Shard, ...]
+    source: str = ""
+    tokenizer: dict[str, Any] | None = None  # bin: name, fingerprint, bos and vocab_size of what made it
+    created: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+
+    def files(self, split: Split) -> list[Path]:
+        return [self.folder / shard.file for shard in self.of(split)]
+
+    def of(self, split: Split) -> list[Shard]:
+        return [shard for shard in self.shards if shard.split == split]
+
+    def total(
+        self, what: Literal["documents", "text_bytes", "file_bytes", "tokens"], split: Split | None = None
+    ) -> int:
+        return sum(getattr(shard, what) or 0 for shard in self.shards if split in (None, shard.split))
+
+    @property
+    def fingerprint(self) -> str:
+        """What the order of documents depends on: the shards' contents and splits, not names or dates."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            digest.update(f"{shard.split} {shard.sha256}\n".encode())
+        return digest.hexdigest()
+
+    def save(self, folder: Path | None = None) -> None:
+        """Writes the manifest, last of all files, so that a folder with one is complete."""
+        record = {"format": "nanorun-dataset", "version": 1, **asdict(self)}
+        del record["folder"]
+        path = (folder or self.folder) / MANIFEST
+        temporary = path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+    def check_files(self) -> None:
+        """Every shard is there with the right length (the quick look before each use)."""
+        for shard in self.shards:
+            path = self.folder / shard.file
+            if not path.is_file():
+                raise UserError(f"{path} is missing: add or get the dataset '{self.name}' again.")
+            if path.stat().st_size != shard.file_bytes:
+                raise UserError(
+                    f"{path} has {path.stat().st_size:,} bytes and should have {shard.file_bytes:,}: "
+                    f"add or get the dataset '{self.name}' again."
+                )
+
+    def verify(self) -> Iterator[tuple[Shard, bool]]:
+        """Reads every shard and compares its checksum (the thorough look of `data ls --verify`)."""
+        for shard in self.shards:
+            path = self.folder / shard.file
+            yield shard, path.is_file() and file_sha256(path) == shard.sha256
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_dataset(name: str | None = None) -> Dataset:
+    """The dataset of that name (or folder), or without one the newest."""
+    if name is None:
+        name = home.newest(home.data_dir(), MANIFEST)
+        if name is None:
+            raise UserError(
+                f"There is no data in {home.data_dir()}: nanorun data add FILE... takes your own text, "
+                "nanorun data get sample builds the small sample world."
+            )
+    folder = home.data_dir() / name
+    if not (folder / MANIFEST).is_file() and (Path(name) / MANIFEST).is_file():
+        folder = Path(name)
+    if not (folder / MANIFEST).is_file():
+        known = ", ".join(dataset_names()) or "none yet"
+        raise UserError(
+            f"There is no dataset '{name}' in {home.data_dir()} (there: {known}): see nanorun data ls."
+        )
+    dataset = _read_manifest(folder)
+    dataset.check_files()
+    return dataset
+
+
+def dataset_names() -> list[str]:
+    return sorted(path.parent.name for path in home.data_dir().glob(f"[!.]*/{MANIFEST}"))
+
+
+def _read_manifest(folder: Path) -> Dataset:
+    path = folder / MANIFEST
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != "nanorun-dataset" or record["version"] != 1:
+            raise UserError(
+                f"{path} has format {record['format']} {record['version']}, which this nanorun cannot read."
+            )
+        shards = tuple(Shard(**shard) for shard in record["shards"])
+        if any("/" in shard.file or "\\" in shard.file or shard.file.startswith(".") for shard in shards):
+            raise UserError(f"{path} names files outside its folder: do not trust this dataset.")
+        return Dataset(
+            name=folder.name,
+            folder=folder,
+            kind=record["kind"],
+            shards=shards,
+            source=record["source"],
+            tokenizer=record["tokenizer"],
+            created=record["created"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): add or get the dataset again.") from error
+
+
+class ParquetWriter:
+    """Writes documents into parquet shards `PREFIX-00000.parquet`, ... of a folder."""
+
+    def __init__(self, folder: Path, split: Split, prefix: str = "shard", first: int = 0) -> None:
+        import pyarrow
+
+        self.folder, self.split, self.prefix, self.next_index = folder, split, prefix, first
+        self.shards: list[Shard] = []
+        self._schema = pyarrow.schema([("text", pyarrow.large_string())])
+        self._writer: Any = None
+        self._rows: list[str] = []
+        self._row_bytes = 0
+        self._documents = self._text_bytes = self._row_groups = 0
+
+    def add(self, text: str, text_bytes: int) -> None:
+        self._rows.append(text)
+        self._row_bytes += text_bytes
+        if len(self._rows) >= ROW_GROUP_DOCUMENTS or self._row_bytes >= ROW_GROUP_BYTES:
+            self._flush()
+            if self._text_bytes >= SHARD_BYTES:
+                self._finish_shard()
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(shard.text_bytes or 0 for shard in self.shards) + self._text_bytes + self._row_bytes
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards) + self._documents + len(self._rows)
+
+    def finish(self) -> list[Shard]:
+        self._flush()
+        if self._writer is not None:
+            self._finish_shard()
+        return self.shards
+
+    def close(self) -> None:
+        """Lets go of the open file after a failure; what was written so far is of no use."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _path(self) -> Path:
+        return self.folder / f"{self.prefix}-{self.next_index:05d}.parquet"
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        import pyarrow
+        import pyarrow.parquet
+
+        if self._writer is None:
+            self._writer = pyarrow.parquet.ParquetWriter(self._path(), self._schema, compression="zstd")
+        table = pyarrow.table([pyarrow.array(self._rows, pyarrow.large_string())], schema=self._schema)
+        self._writer.write_table(table, row_group_size=len(self._rows))
+        self._documents += len(self._rows)
+        self._text_bytes += self._row_bytes
+        self._row_groups += 1
+        self._rows, self._row_bytes = [], 0
+
+    def _finish_shard(self) -> None:
+        self._writer.close()
+        self._writer = None
+        path = self._path()
+        self.shards.append(
+            Shard(
+                file=path.name,
+                split=self.split,
+                documents=self._documents,
+                text_bytes=self._text_bytes,
+                file_bytes=path.stat().st_size,
+                sha256=file_sha256(path),
+                row_groups=self._row_groups,
+            )
+        )
+        self.next_index += 1
+        self._documents = self._text_bytes = self._row_groups = 0
+
+
+def read_texts(files: list[Path], column: str = "text") -> Iterator[str]:
+    """The documents of our own parquet shards, one row group in memory at a time."""
+    import pyarrow.parquet
+
+    for path in files:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                yield from read_row_group(file, group, column)
+
+
+def read_row_group(file: Any, group: int, column: str = "text") -> list[str]:
+    return [text for text in file.read_row_group(group, columns=[column]).column(0).to_pylist() if text]

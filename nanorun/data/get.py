@@ -1,0 +1,143 @@
+"""`data get` and `data ls`: datasets by name. The sample world is written here, the others are downloaded."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanorun import home
+from nanorun.console import Progress, say
+from nanorun.data import hub, sample
+from nanorun.data.add import write_dataset
+from nanorun.data.bins import read_bin
+from nanorun.data.dataset import MANIFEST, Dataset, Shard, Split, dataset_names, file_sha256, open_dataset
+from nanorun.errors import UserError
+
+SAMPLE_BYTES = 8_000_000
+# What the speedrun's token shards were made with; text.tokenizer.gpt2_tokenizer has this fingerprint.
+GPT2: dict[str, Any] = {
+    "name": "gpt2",
+    "fingerprint": "c90cbff5bbfe4e24843619f918e2bf7f36a7ee52366ac00c04d299d62b094dc7",
+    "bos": 50256,
+    "vocab_size": 50265,
+}
+
+
+def parse_size(text: str) -> int:
+    """'20MB' -> 20000000. Plain bytes, or kB, MB, GB, in powers of ten."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)b?", text.strip().lower())
+    if match is None:
+        raise UserError(f"{text!r} is not a size: write it like 500kB, 20MB or 2GB.")
+    return int(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2]])
+
+
+def get_dataset(
+    name: str, shards: int | None, sample_bytes: int, seed: int, workers: int, replace: bool = False
+) -> Dataset:
+    if name == "sample":
+        return make_sample(sample_bytes, seed, replace=replace)
+    if name not in hub.CORPORA:
+        raise UserError(f"There is no corpus '{name}': choose among sample, {', '.join(hub.CORPORA)}.")
+    return _download(name, shards, workers)
+
+
+def make_sample(
+    size: int = SAMPLE_BYTES, seed: int = 0, *, name: str = "sample", replace: bool = False
+) -> Dataset:
+    """The sample world: `size` bytes of training text and a twentieth of that, told differently, to validate."""
+    if size < 1000:
+        raise UserError(f"{size} bytes are too little for a world: ask for at least 1kB.")
+    val_size = min(max(size // 20, 1000), 2_000_000)
+    with Progress("writing the sample world", size + val_size, "B") as bar:
+        train = _counted(sample.documents("train", size, seed), bar)
+        val = _counted(sample.documents("val", val_size, seed), bar)
+        return write_dataset(name, train, val, f"the sample world, seed {seed}", replace=replace)
+
+
+def _counted(documents: Iterator[str], bar: Progress) -> Iterator[str]:
+    for document in documents:
+        bar.advance(len(document.encode()))
+        yield document
+
+
+def _download(name: str, shards: int | None, workers: int) -> Dataset:
+    folder = home.data_dir() / name
+    known = {s.file: s for s in open_dataset(name).shards} if (folder / MANIFEST).is_file() else {}
+    with Progress(f"getting {name}", None, "B") as bar:
+        fetched = hub.fetch_corpus(name, shards, workers=workers, folder=folder, bar=bar)
+    describe = _describe_parquet if fetched.kind == "parquet" else _describe_bin
+    records = []
+    for path, split in fetched.files:
+        before = known.get(path.name)
+        unchanged = before is not None and before.file_bytes == path.stat().st_size
+        records.append(before if before is not None and unchanged else describe(path, split))
+    source = f"{hub.CORPORA[name].repo} at {hub.endpoint()}"
+    tokenizer = GPT2 if fetched.tokenizer == "gpt2" else None
+    dataset = Dataset(name, folder, fetched.kind, tuple(records), source, tokenizer)
+    dataset.save()
+    return dataset
+
+
+def _describe_parquet(path: Path, split: Split) -> Shard:
+    """Reads the shard whole, which also proves that every page of it can be read."""
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    text_bytes = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            column = file.read_row_group(group, columns=["text"]).column(0)
+            text_bytes += pyarrow.compute.sum(pyarrow.compute.binary_length(column)).as_py() or 0
+        rows, groups = file.metadata.num_rows, file.num_row_groups
+    return Shard(
+        path.name, split, rows, text_bytes, path.stat().st_size, file_sha256(path), row_groups=groups
+    )
+
+
+def _describe_bin(path: Path, split: Split) -> Shard:
+    tokens = read_bin(path)
+    documents = int(np.count_nonzero(tokens == GPT2["bos"]))
+    return Shard(
+        path.name, split, documents, None, path.stat().st_size, file_sha256(path), tokens=len(tokens)
+    )
+
+
+def newest_text(name: str | None = None) -> Dataset:
+    """The named dataset, which must be text, or the newest that is."""
+    if name is not None:
+        dataset = open_dataset(name)
+        if dataset.kind != "parquet":
+            raise UserError(f"'{dataset.name}' holds tokens, not text: name the dataset it was made from.")
+        return dataset
+    newest = open_dataset()
+    if newest.kind != "parquet":
+        texts = [d for d in map(open_dataset, dataset_names()) if d.kind == "parquet"]
+        if not texts:
+            raise UserError(
+                "There is no dataset of text here, only tokens: nanorun data add FILE... makes one."
+            )
+        newest = max(texts, key=lambda d: (d.folder / MANIFEST).stat().st_mtime)
+    if len(dataset_names()) > 1:
+        say(f"using the newest text, '{newest.name}' (--data chooses another)")
+    return newest
+
+
+def list_datasets(verify: bool = False) -> tuple[list[Dataset], list[str]]:
+    """The datasets of this home, and a sentence for each that is broken."""
+    datasets, broken = [], []
+    for name in dataset_names():
+        try:
+            dataset = open_dataset(name)
+            if verify:
+                for shard, good in dataset.verify():
+                    if not good:
+                        raise UserError(
+                            f"{dataset.folder / shard.file} is not what was written (its checksum differs): add or "
+                            f"get the dataset '{name}' again."
+                        )
+            datasets.append(dataset)
+        except UserError as error:
+            broken.append(str(error))
+    return datasets, broken

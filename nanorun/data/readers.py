@@ -1,0 +1,255 @@
+"""Documents out of a person's files: parquet, jsonl or plain text; the last two plain, .gz, .xz or .zst.
+
+Every reader is a generator of non-empty documents, in the order of the file, that holds little more than
+one document at a time. Nothing is guessed and nothing is mended: a damaged archive, a line that is not
+UTF-8 or not JSON, a missing column each stop the reading with one sentence that names the place.
+
+    jsonl    one JSON object a line; lines end at "\\n" only, since texts hold other line separators
+    parquet  one document a row
+    txt      one document a file; long files are cut at blank lines, or wherever `separator` stands
+"""
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from nanorun.errors import UserError
+
+COMPRESSIONS = (".gz", ".xz", ".zst")
+KINDS = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "txt",
+    ".text": "txt",
+    ".md": "txt",
+}
+SUPPORTED = ".parquet, .jsonl, .ndjson, .txt, .md (all but parquet also with .gz, .xz or .zst behind)"
+TXT_CUT = 256 * 1024  # a text file without separator becomes documents of about this many bytes
+LINE_LIMIT = 1 << 29  # no line and no document is longer than 512 MiB
+
+Advance = Callable[[int], None]
+
+
+def file_kind(path: Path) -> tuple[str, str]:
+    """('jsonl', '.xz') for 'corpus.jsonl.xz'; ('', '') for what we cannot read."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    kind = KINDS.get(suffixes[-1], "") if suffixes else ""
+    if not kind or (kind == "parquet" and compression):
+        return "", ""
+    return kind, compression
+
+
+def collect_files(paths: list[Path]) -> list[Path]:
+    """The files to read: those named, and in place of a folder all that can be read below it, by name."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            below = [p for p in sorted(path.rglob("*")) if p.is_file() and file_kind(p)[0]]
+            below = [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+            if not below:
+                raise UserError(f"The folder {path} holds no file that can be read: {SUPPORTED}.")
+            files += below
+        elif not path.exists():
+            raise UserError(f"There is no file {path}: check the name and the current folder.")
+        elif not file_kind(path)[0]:
+            raise UserError(f"Cannot tell what {path} holds by its name: data add reads {SUPPORTED}.")
+        else:
+            files.append(path)
+    seen: set[Path] = set()
+    for path in files:
+        if path.resolve() in seen:
+            raise UserError(f"{path} is named twice: leave one of the two away.")
+        seen.add(path.resolve())
+    return files
+
+
+def read_documents(
+    path: Path, *, column: str = "text", separator: str | None = None, advance: Advance | None = None
+) -> Iterator[str]:
+    """Yields the documents of one file. `advance` hears how many bytes of the file were read since."""
+    kind, compression = file_kind(path)
+    if kind == "parquet":
+        yield from _read_parquet(path, column, advance)
+        return
+    try:
+        with open(path, "rb") as raw:
+            stream = _decompress(raw, compression)
+            lines = _lines(stream, path)
+            if kind == "jsonl":
+                documents = _read_jsonl(lines, path, column)
+            else:
+                documents = _read_txt(lines, path, separator)
+            reported = 0
+            for document in documents:
+                if advance is not None:
+                    here = raw.tell()
+                    advance(here - reported)
+                    reported = here
+                yield document
+            if advance is not None:
+                advance(raw.tell() - reported)
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
+        raise UserError(_damaged(path, error)) from error
+    except OSError as error:
+        # gzip and pyarrow report damage as an OSError that the operating system knows nothing of
+        if error.errno is None:
+            raise UserError(_damaged(path, error)) from error
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    reason = str(error).strip().rstrip(".") or type(error).__name__
+    return f"{path} is damaged or cut short ({reason}): copy or download it again."
+
+
+def _decompress(raw: IO[bytes], compression: str) -> Any:
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if compression == ".xz":
+        return lzma.LZMAFile(raw)
+    if compression == ".zst":
+        import pyarrow
+
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+    return raw
+
+
+def _lines(stream: Any, path: Path) -> Iterator[tuple[int, bytes]]:
+    import io
+
+    buffered = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 20)
+    number = 0
+    while line := buffered.readline(LINE_LIMIT + 1):
+        number += 1
+        if len(line) > LINE_LIMIT:
+            raise UserError(
+                f"Line {number} of {path} is longer than {LINE_LIMIT >> 20} MiB: cut it in pieces."
+            )
+        if number == 1 and line.startswith(b"\xef\xbb\xbf"):  # the mark some editors put before UTF-8
+            line = line[3:]
+        yield number, line
+
+
+def _text(line: bytes, number: int, path: Path) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"Line {number} of {path} is not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}): "
+            f"convert the file first, for example with iconv -f latin1 -t utf-8."
+        ) from error
+
+
+def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> Iterator[str]:
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(_text(line, number, path))
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
+            raise UserError(f"Line {number} of {path} is not JSON ({reason}): mend or remove it.") from error
+        where = f"line {number} of {path}"
+        if not isinstance(record, dict):
+            raise UserError(f'{where.capitalize()} is not a JSON object like {{"{column}": "..."}}: mend it.')
+        if column not in record:
+            raise UserError(_no_column(where, column, list(record)))
+        value = record[column]
+        if value is None or value == "":
+            continue
+        if not isinstance(value, str):
+            raise UserError(
+                f"'{column}' in {where} is {type(value).__name__}, not text: choose another --column."
+            )
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"'{column}' in {where} holds half a surrogate pair, which no UTF-8 text can: mend or remove it."
+            ) from error
+        yield value
+
+
+def _no_column(where: str, column: str, columns: list[str]) -> str:
+    have = ", ".join(f"'{name}'" for name in columns[:20]) or "none at all"
+    return (
+        f"There is no column '{column}' in {where} (it has {have}): name the one with the text by --column."
+    )
+
+
+def _read_parquet(path: Path, column: str, advance: Advance | None) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(_damaged(path, error)) from error
+    with file:
+        schema = file.schema_arrow
+        if column not in schema.names:
+            raise UserError(_no_column(str(path), column, schema.names))
+        kind = schema.field(column).type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise UserError(f"Column '{column}' of {path} holds {kind}, not text: choose another --column.")
+        row = 0
+        groups = max(file.num_row_groups, 1)
+        size = path.stat().st_size
+        for group in range(file.num_row_groups):
+            try:
+                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[column]):
+                    for value in batch.column(0):
+                        text = value.as_py()
+                        row += 1
+                        if text:
+                            yield text
+            except UnicodeDecodeError as error:
+                raise UserError(f"Row {row + 1} of {path} is not UTF-8: mend or remove it.") from error
+            except (pyarrow.ArrowInvalid, OSError) as error:
+                raise UserError(_damaged(path, error)) from error
+            if advance is not None:
+                advance(size * (group + 1) // groups - size * group // groups)
+
+
+def _read_txt(lines: Iterator[tuple[int, bytes]], path: Path, separator: str | None) -> Iterator[str]:
+    if separator is not None:
+        yield from _split_at(lines, path, separator)
+        return
+    parts: list[str] = []
+    held = 0
+    for number, line in lines:
+        parts.append(_text(line, number, path))
+        held += len(line)
+        if held >= TXT_CUT and (not line.strip() or held >= 2 * TXT_CUT):
+            yield from _whole(parts)
+            parts, held = [], 0
+    yield from _whole(parts)
+
+
+def _split_at(lines: Iterator[tuple[int, bytes]], path: Path, separator: str) -> Iterator[str]:
+    if not separator:
+        raise UserError("--split needs at least one character to split at.")
+    held = ""
+    for number, line in lines:
+        start = max(len(held) - len(separator) + 1, 0)  # a separator may stretch over a line's end
+        held += _text(line, number, path)
+        at = held.find(separator, start)
+        while at >= 0:
+            yield from _whole([held[:at]])
+            held = held[at + len(separator) :]
+            at = held.find(separator)
+    yield from _whole([held])
+
+
+def _whole(parts: list[str]) -> Iterator[str]:
+    text = "".join(parts)
+    if text.strip():
+        yield text

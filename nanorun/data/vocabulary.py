@@ -1,0 +1,70 @@
+"""Tokenizers and datasets together: `tok train` learns one from a dataset, `tok eval` judges it on another."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nanorun import home
+from nanorun.console import Progress, say
+from nanorun.data.dataset import Dataset, read_texts
+from nanorun.data.get import newest_text
+from nanorun.errors import UserError
+from nanorun.text.evaluate import evaluate_tokenizers
+from nanorun.text.store import at_hand, open_tokenizer
+from nanorun.text.tokenizer import train_tokenizer
+
+
+def train_on(
+    dataset: Dataset, vocab_size: int, *, name: str | None = None, max_bytes: int, replace: bool = False
+) -> dict[str, Any]:
+    """Trains a tokenizer on a dataset's training text and stores it as `tokenizers/NAME/`."""
+    name = home.check_name(name or f"{dataset.name}-{vocab_size}"[:64], "tokenizer")
+    total = min(dataset.total("text_bytes", "train"), max_bytes)
+    start = time.perf_counter()
+    with (
+        home.new_folder(home.tokenizers_dir() / name, replace=replace) as folder,
+        Progress(f"reading {dataset.name}", total, "B") as bar,
+    ):
+        texts = _at_most(read_texts(dataset.files("train")), max_bytes, bar)
+        tokenizer = train_tokenizer(texts, vocab_size, name, dataset=dataset.name)
+        tokenizer.save(folder)
+    return {
+        "name": name,
+        "folder": str(home.tokenizers_dir() / name),
+        "vocab_size": tokenizer.vocab_size,
+        "fingerprint": tokenizer.fingerprint,
+        "trained_on": dict(tokenizer.trained_on),
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+
+
+def evaluate(names: Iterable[str], data: str | None, max_bytes: int) -> dict[str, Any]:
+    """Compression and speed of tokenizers on validation text, beside GPT-2's and GPT-4's if at hand."""
+    tokenizers = [open_tokenizer(name) for name in names] or [open_tokenizer()]
+    if data is None:
+        data = tokenizers[0].trained_on.get("dataset")
+    dataset = newest_text(data)
+    texts = list(_at_most(read_texts(dataset.files("val")), max_bytes))
+    named = {tokenizer.name for tokenizer in tokenizers}
+    others = [tokenizer for tokenizer in at_hand() if tokenizer.name not in named]
+    say(f"encoding {len(texts):,} validation documents of '{dataset.name}'")
+    reports = evaluate_tokenizers(texts, [*tokenizers, *others])
+    return {
+        "data": dataset.name,
+        "documents": len(texts),
+        "bytes": sum(len(text.encode()) for text in texts),
+        "tokenizers": [{**vars(report), "kinds": dict(report.kinds)} for report in reports],
+    }
+
+
+def _at_most(texts: Iterator[str], max_bytes: int, bar: Progress | None = None) -> Iterator[str]:
+    if max_bytes < 1:
+        raise UserError("--max-bytes must be at least 1.")
+    for text in texts:
+        yield text
+        read = len(text.encode())
+        if bar is not None:
+            bar.advance(read)
+        max_bytes -= read
+        if max_bytes <= 0:
+            return

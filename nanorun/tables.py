@@ -1,0 +1,117 @@
+"""Results as a person reads them: plain aligned text, the same on a terminal and in a log."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanorun import home
+from nanorun.console import seconds, size
+from nanorun.data.dataset import Dataset
+from nanorun.doctor import Finding
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as they need; numbers (as text) to the right, words to the left."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    right = [all(_is_number(row[i]) for row in cells) and bool(cells) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(header), "  ".join("─" * w for w in widths), *map(line, cells)])
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "" or cell[0].isdigit() or cell in ("–", "?")
+
+
+def dataset_record(dataset: Dataset) -> dict[str, Any]:
+    def part(split: Any) -> dict[str, Any]:
+        return {
+            "documents": dataset.total("documents", split),
+            "bytes": dataset.total("text_bytes", split),
+            "tokens": dataset.total("tokens", split),
+            "shards": len(dataset.of(split)),
+        }
+
+    return {
+        "name": dataset.name,
+        "folder": str(dataset.folder),
+        "kind": dataset.kind,
+        "documents": dataset.total("documents"),
+        "bytes": dataset.total("text_bytes"),
+        "shards": len(dataset.shards),
+        "file_bytes": dataset.total("file_bytes"),
+        "train": part("train"),
+        "val": part("val"),
+        "tokenizer": dataset.tokenizer,
+        "source": dataset.source,
+        "created": dataset.created,
+    }
+
+
+def datasets_table(datasets: Sequence[Dataset]) -> str:
+    if not datasets:
+        return f"no data in {home.data_dir()} yet: nanorun data add FILE..., or nanorun data get sample"
+    rows = []
+    for dataset in datasets:
+        for split in ("train", "val"):
+            shards = dataset.of(split)
+            known = all(shard.text_bytes is not None for shard in shards)
+            tokens = sum(shard.tokens for shard in shards)
+            rows.append(
+                [
+                    dataset.name if split == "train" else "",
+                    split,
+                    f"{sum(shard.documents for shard in shards):,}",
+                    f"{sum(shard.text_bytes or 0 for shard in shards):,}" if known else "?",
+                    f"{tokens:,}" if dataset.kind == "bin" else "–",
+                    f"{len(shards):,}",
+                    size(sum(shard.file_bytes for shard in shards)),
+                ]
+            )
+    return table(["dataset", "split", "documents", "bytes of text", "tokens", "shards", "on disk"], rows)
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
+    rows = [[marks[f.verdict], f.what, f.detail + (f" → {f.advice}" if f.advice else "")] for f in findings]
+    return table(["", "what", "what was found"], rows)
+
+
+def trained_tokenizer(result: dict[str, Any]) -> str:
+    on = result["trained_on"]
+    rate = on["bytes"] / max(on["seconds"], 1e-9)
+    return (
+        f"tokenizer '{result['name']}': {result['vocab_size']:,} tokens from {size(on['bytes'])} of text in "
+        f"{seconds(on['seconds'])} ({size(rate)}/s), in {result['folder']}\n"
+        f"next: nanorun tok eval --tokenizer {result['name']}"
+    )
+
+
+def tokenizers_table(result: dict[str, Any]) -> str:
+    reports = result["tokenizers"]
+    main = table(
+        ["tokenizer", "vocabulary", "tokens", "bytes/token", "tokens/word", "MB/s a thread", "MB/s", "exact"],
+        [
+            [
+                r["name"],
+                f"{r['vocab_size']:,}",
+                f"{r['tokens']:,}",
+                f"{r['bytes_per_token']:.3f}",
+                f"{r['fertility']:.3f}",
+                f"{r['mb_per_s']:.1f}",
+                f"{r['mb_per_s_all']:.1f} ({r['threads']} threads)",
+                "yes" if r["roundtrip"] else "NO",
+            ]
+            for r in reports
+        ],
+    )
+    kinds = list(reports[0]["kinds"])
+    by_kind = table(
+        ["bytes/token by kind", *kinds],
+        [[r["name"], *(f"{r['kinds'][k]:.2f}" for k in kinds)] for r in reports],
+    )
+    texts = f"on {result['documents']:,} documents, {size(result['bytes'])} of '{result['data']}'"
+    return f"{texts}\n\n{main}\n\n{by_kind}"

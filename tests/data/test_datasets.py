@@ -1,0 +1,247 @@
+"""Datasets are whole or absent, and say truly what they hold."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from nanorun import home as home_module
+from nanorun.data import dataset as dataset_module
+from nanorun.data.add import add_files, default_name
+from nanorun.data.bins import BinWriter, read_bin
+from nanorun.data.dataset import open_dataset, read_texts
+from nanorun.data.get import list_datasets, parse_size
+from nanorun.errors import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {i} ü"}) + "\n" for i in range(2500)))
+    return path
+
+
+def test_what_is_added_is_what_was_in_the_file(home, corpus):
+    added = add_files([corpus])
+    assert added.name == "corpus"
+    found = open_dataset("corpus")
+    assert found.total("documents") == 2500
+    assert found.total("text_bytes") == sum(len(f"document {i} ü".encode()) for i in range(2500))
+    train, val = list(read_texts(found.files("train"))), list(read_texts(found.files("val")))
+    assert sorted(train + val) == sorted(f"document {i} ü" for i in range(2500))
+    assert len(val) == 25
+    assert found.shards[-1].split == "val", "the last shard is validation"
+
+
+def test_row_groups_and_shards_have_the_sizes_that_are_promised(home, corpus, monkeypatch):
+    monkeypatch.setattr(dataset_module, "SHARD_BYTES", 14_000)
+    added = add_files([corpus])
+    assert len(added.of("train")) == 3
+    for shard in added.shards:
+        file = pq.ParquetFile(added.folder / shard.file)
+        assert file.num_row_groups == shard.row_groups
+        assert file.metadata.num_rows == shard.documents
+        assert max(file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)) <= 1000
+        assert file.schema_arrow.names == ["text"]
+
+
+def test_a_validation_file_can_be_named_and_is_not_trained_on(home, corpus, tmp_path):
+    val = tmp_path / "val.txt"
+    val.write_text("held out")
+    added = add_files([tmp_path], val=val, name="mine")
+    assert list(read_texts(added.files("val"))) == ["held out"]
+    assert "held out" not in set(read_texts(added.files("train")))
+    assert added.total("documents", "train") == 2500
+
+
+def test_a_single_text_is_cut_for_validation(home, tmp_path):
+    text = "\n".join(f"line {i}" for i in range(100))
+    (tmp_path / "poem.txt").write_text(text)
+    added = add_files([tmp_path / "poem.txt"])
+    (train,), (val,) = read_texts(added.files("train")), read_texts(added.files("val"))
+    assert train + val == text
+    assert 0.85 < len(train) / len(text) < 0.95
+
+
+def test_a_handful_of_characters_is_too_little(home, tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="add more text"):
+        add_files([tmp_path / "a.txt"])
+
+
+def leftovers(home: Path) -> list[str]:
+    return [str(path.relative_to(home)) for path in home.rglob("*")] if home.exists() else []
+
+
+@pytest.mark.parametrize("fault", ["bad line", "missing val", "empty"])
+def test_a_failed_add_leaves_nothing_behind(home, corpus, tmp_path, fault):
+    options = {}
+    if fault == "bad line":
+        corpus.write_bytes(corpus.read_bytes() + b'{"text": "\xff"}\n')
+    elif fault == "missing val":
+        options["val"] = tmp_path / "nowhere.txt"
+    else:
+        corpus.write_bytes(b"\n\n")
+    with pytest.raises(UserError):
+        add_files([corpus], **options)
+    assert [name for name in leftovers(home) if name != "data"] == []
+
+
+def test_an_existing_dataset_is_kept_unless_it_is_to_be_replaced(home, corpus, tmp_path):
+    add_files([corpus])
+    other = tmp_path / "other" / "corpus.jsonl"
+    other.parent.mkdir()
+    other.write_text('{"text": "new one"}\n{"text": "new two"}\n')
+    with pytest.raises(UserError, match="--replace"):
+        add_files([other])
+    other_bad = tmp_path / "bad" / "corpus.jsonl"
+    other_bad.parent.mkdir()
+    other_bad.write_text("no json")
+    with pytest.raises(UserError):
+        add_files([other_bad], replace=True)
+    assert open_dataset("corpus").total("documents") == 2500, "a failed replacement keeps the old one"
+    add_files([other], replace=True)
+    assert open_dataset("corpus").total("documents") == 2
+    assert leftovers(home / "data" / "corpus") != []
+    assert not [name for name in os.listdir(home / "data") if name.startswith(".")]
+
+
+def test_a_killed_writer_leaves_nothing_under_the_name_and_the_next_one_sweeps(home, tmp_path):
+    code = """if True:
+        import time
+        from nanorun.home import data_dir, new_folder
+        with new_folder(data_dir() / "slow") as folder:
+            (folder / "shard-00000.parquet").write_bytes(b"half")
+            print("writing", flush=True)
+            time.sleep(60)"""
+    env = {**os.environ, "NANORUN_HOME": str(home)}
+    child = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"writing\n"
+    child.kill()
+    child.communicate()
+    assert list(home.glob("data/.slow.writing-*")), "the test must have killed it in the middle"
+    assert not (home / "data" / "slow").exists()
+    (tmp_path / "slow.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    add_files([tmp_path / "slow.jsonl"])
+    assert os.listdir(home / "data") == ["slow"]
+
+
+def test_two_writers_of_one_name_cannot_mix(home):
+    final = home / "data" / "x"
+
+    def write_while_another_does() -> None:
+        with home_module.new_folder(final) as work:
+            (work / "mine").write_text("1")
+            final.mkdir()
+            (final / "theirs").write_text("2")
+
+    with pytest.raises(UserError, match="exists already"):
+        write_while_another_does()
+    assert os.listdir(final) == ["theirs"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(home):
+    def fill_the_disk():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="full"), home_module.new_folder(home / "data" / "x"):
+        fill_the_disk()
+    assert os.listdir(home / "data") == []
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "outside"])
+def test_a_damaged_dataset_is_noticed_when_opened(home, corpus, damage):
+    added = add_files([corpus])
+    shard, manifest = added.files("train")[0], added.folder / "dataset.json"
+    if damage == "truncate":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif damage == "remove":
+        shard.unlink()
+    elif damage == "manifest":
+        manifest.write_text(manifest.read_text()[:-30])
+    else:
+        manifest.write_text(manifest.read_text().replace(shard.name, "../../secret"))
+    with pytest.raises(UserError):
+        open_dataset("corpus")
+    datasets, broken = list_datasets()
+    assert (len(datasets), len(broken)) == (0, 1)
+
+
+def test_a_changed_byte_is_found_by_verifying(home, corpus):
+    added = add_files([corpus])
+    assert list_datasets(verify=True)[1] == []
+    path = added.files("train")[0]
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    assert "checksum" in list_datasets(verify=True)[1][0]
+
+
+def test_names_that_could_escape_the_home_are_refused(home, corpus):
+    for name in ("../x", "a/b", ".hidden", "", "x" * 65):
+        with pytest.raises(UserError, match="cannot name a dataset"):
+            add_files([corpus], name=name or " ")
+
+
+def test_a_name_is_taken_from_the_file_or_its_folder(tmp_path):
+    (tmp_path / "my notes").mkdir()
+    (tmp_path / "my notes" / "a.txt.gz").write_text("")
+    assert default_name([tmp_path / "my notes" / "a.txt.gz"]) == "a"
+    assert default_name([tmp_path / "my notes"]) == "my-notes"
+    assert default_name([tmp_path / "my notes" / "a.txt.gz", tmp_path / "b"]) == "my-notes"
+
+
+def test_bin_shards_are_read_as_they_were_written_and_never_split_a_document(tmp_path):
+    writer = BinWriter(tmp_path, "train", bos=999, shard_tokens=100)
+    lengths = [30, 60, 5, 150, 20, 99]
+    tokens = np.arange(sum(lengths), dtype=np.uint16)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    writer.add(tokens, offsets, [1] * len(lengths))
+    shards = writer.finish()
+    assert [shard.documents for shard in shards] == [3, 1, 1, 1]
+    whole = np.concatenate([read_bin(tmp_path / shard.file) for shard in shards])
+    assert whole[whole != 999].tolist() == tokens.tolist()
+    raw = (tmp_path / shards[0].file).read_bytes()
+    assert np.frombuffer(raw[:12], "<i4").tolist() == [20240520, 1, 98]
+    assert len(raw) == 1024 + 2 * 98
+
+
+@pytest.mark.parametrize("damage", ["magic", "short", "tiny"])
+def test_a_bin_shard_that_is_none_is_refused(tmp_path, damage):
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 10
+    content = header.tobytes() + bytes(20)
+    path = tmp_path / "a.bin"
+    path.write_bytes({"magic": b"x" + content[1:], "short": content[:-1], "tiny": content[:50]}[damage])
+    with pytest.raises(UserError, match=r"a\.bin"):
+        read_bin(path)
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert [parse_size(text) for text in ("500", "500kB", "1.5 MB", "2GB", "3m")] == [
+        500,
+        500_000,
+        1_500_000,
+        2 * 10**9,
+        3 * 10**6,
+    ]
+    for text in ("", "MB", "-3MB", "3TBx", "1e9"):
+        with pytest.raises(UserError, match="not a size"):
+            parse_size(text)
+
+
+def test_the_shared_corpus_is_counted_right(home, shared_data):
+    val = shared_data / "pretrain" / "val.jsonl.xz"
+    added = add_files([val], name="val")
+    import lzma
+
+    with lzma.open(val) as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    assert added.total("documents") == len(texts)
+    assert added.total("text_bytes") == sum(len(text.encode()) for text in texts)
