@@ -50,9 +50,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command(epilog=_example("nanorun speedrun"))
 def speedrun(as_json: Json = False) -> None:
     """The whole pipeline, from nothing. A finished stage is not done again; interrupted, it goes on."""
-    from nanorun.speedrun import run
+    from nanorun.speedrun import run, show
 
-    _show(run(), as_json, "")
+    result = run()
+    _show(result, as_json, "" if as_json else show(result))
 
 
 @app.command(epilog=_example("nanorun doctor --json"))
@@ -212,18 +213,24 @@ def main(args: list[str] | None = None) -> NoReturn:
     except UserError as error:
         code = _complain(str(error))
     except _ClickException as error:
-        context = getattr(error, "ctx", None)
-        help_hint = f" See {context.command_path} --help." if context is not None else ""
-        code = (
-            _complain(error.format_message().rstrip(".") + "." + help_hint) if error.format_message() else 2
-        )
+        code = _explain_usage(error)
     except (KeyboardInterrupt, typer.Abort):
-        console.say("\nStopped. Nothing half-written was kept; the same command goes on or starts again.")
         code = 130
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         sys.stderr.close()
         code = 141
+    if code == 130:  # also when typer itself has caught the interruption
+        console.say("\nStopped. Nothing half-written was kept; the same command goes on or starts again.")
     sys.exit(code or 0)
+
+
+def _explain_usage(error: Any) -> int:
+    context, message = getattr(error, "ctx", None), error.format_message().strip()
+    if message.startswith("Usage:"):  # nothing was asked for: show what there is
+        print(message)
+        return 0
+    see = f" See {context.command_path} --help." if context is not None else ""
+    return _complain(message.rstrip(".") + "." + see)
 
 
 def _complain(sentence: str) -> int:

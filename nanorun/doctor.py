@@ -114,11 +114,8 @@ def _home() -> Finding:
         return Finding(
             "home", "missing", f"{folder} cannot be written", "set NANORUN_HOME to a folder of yours"
         )
-    held = [f"{_count(path)} {word}" for path, word in _HELD.items()]
+    held = [f"{kind} {_count(kind)}" for kind in ("data", "tokenizers", "runs")]
     return Finding("home", "ok", f"{folder} ({where}): {', '.join(held)}")
-
-
-_HELD = {"data": "datasets", "tokenizers": "tokenizers", "runs": "runs"}
 
 
 def _count(kind: str) -> int:

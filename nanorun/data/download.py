@@ -194,13 +194,12 @@ def _fetch(file: RemoteFile, into: Path, options: _Options) -> Path:
             download = _Download(file, part, handle, options)
             # A checksum that does not match may come from an old part, so one fresh start is fair.
             for _ in range(2):
-                options.session.keep_trying(download.receive, lambda: download.highest, file.url)
+                options.session.keep_trying(download.receive, lambda: download.at, file.url)
                 if download.is_right():
                     download.publish(final)
                     return final
                 expected = download.sha256
                 download.start_over()
-                download.highest = 0
         raise UserError(
             f"{file.url} came twice with the wrong bytes (SHA-256 not {expected}): nothing was kept. "
             "Try again later or from another network; if it stays so, the file on the server is damaged."
@@ -234,7 +233,7 @@ class _Download:
         self.file, self.part, self.handle, self.options = file, part, handle, options
         self.notes = part.with_name(f"{part.name}.json")
         self.size, self.sha256, self.etag = file.size, file.sha256, ""
-        self.at = self.highest = 0
+        self.at = 0
         self.hash = hashlib.sha256()
         self._take_up()
 
@@ -311,7 +310,6 @@ class _Download:
             chunk = os.pread(self.handle, min(_CHUNK, here - self.at), self.at)
             self.hash.update(chunk)
             self.at += len(chunk)
-        self.highest = self.at
         return self._advance(self.at)
 
     def _read_notes(self) -> dict[str, Any]:
@@ -379,7 +377,6 @@ class _Download:
                 self.at += written
                 rest = rest[written:]
             self._advance(len(chunk))
-            self.highest = max(self.highest, self.at)
         if self.size is None:
             self.size = self.at
         if self.at < self.size:

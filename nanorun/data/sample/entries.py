@@ -1,0 +1,133 @@
+"""The almanac: entries about one subject, comparisons of two, and lists of all that share something.
+
+An entry often goes on to a neighbour: from a keeper to the animal, from a village to one who lives there.
+Which facts stand together in an entry, which two subjects are compared and which lists follow each other is
+a combination; a share of the combinations is met in validation only. Subjects are dealt from a shuffled
+deck, so every fact is told about equally often.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+
+from nanorun.data.sample.chance import Chance, Deck, Split, belongs
+from nanorun.data.sample.saying import Said, both, phrasings, said, sharing
+from nanorun.data.sample.world import Entity, world
+
+_LINKS = (", while ", ", and ", "; ")
+
+
+@cache
+def _entries(split: Split) -> tuple[tuple[tuple[Said, ...], ...], ...]:
+    """For each subject every choice of three or more of its facts that belongs to the split.
+
+    An island has three facts and so one choice, which both splits tell in their own words.
+    """
+    sayings = said(split)
+    found = []
+    for name in world().entities:
+        facts = world().about(name)
+        choices = tuple(
+            tuple(sayings[fact] for fact in chosen)
+            for size in range(3, len(facts) + 1)
+            for chosen in combinations(facts, size)
+            if len(facts) == 3 or belongs(split, "entry", name, *(fact.relation for fact in chosen))
+        )
+        if choices:
+            found.append(choices)
+    return tuple(found)
+
+
+@cache
+def _pairs(split: Split) -> tuple[tuple[str, str], ...]:
+    """Pairs of people, of villages and of animals."""
+    groups: tuple[tuple[Entity, ...], ...] = (world().people, world().places, world().animals)
+    return tuple(
+        (one.name, other.name)
+        for group in groups
+        for one, other in combinations(group, 2)
+        if belongs(split, "pair", one.name, other.name)
+    )
+
+
+@cache
+def _lists(split: Split) -> tuple[tuple[str, str], ...]:
+    every = [sentence for relation in phrasings() for sentence in sharing(split, relation)]
+    names = [sentence for relation in phrasings() for sentence in sharing("train", relation)]
+    return tuple(
+        (every[i], every[j])
+        for i, j in combinations(range(len(every)), 2)
+        if belongs(split, "lists", names[i], names[j])
+    )
+
+
+@cache
+def _neighbours(split: Split) -> dict[str, tuple[tuple[Said, ...], ...]]:
+    """For each subject those it is close to: a keeper's animal, a villager's village, and the other way."""
+    sayings = said(split)
+    close: dict[str, list[str]] = {name: [] for name in world().entities}
+    for fact in world().facts:
+        if fact.relation in ("home", "island", "keeper"):
+            close[fact.subject].append(fact.answer)
+            close[fact.answer].append(fact.subject)
+    return {
+        name: tuple(
+            tuple(sayings[fact] for fact in world().about(other))
+            for other in others
+            if belongs(split, "neighbours", name, other)
+        )
+        for name, others in close.items()
+    }
+
+
+def tell(sayings: tuple[Said, ...] | list[Said], chance: Chance) -> list[str]:
+    """The facts of one subject as sentences: the first one names it, later ones may say he, she or it."""
+    sentences = []
+    by_name = True
+    for saying in sayings:
+        sentences.append(chance.pick(saying.named if by_name else saying.short))
+        by_name = saying.names_another or chance.roll() < 0.5
+    return sentences
+
+
+def entries(split: Split, chance: Chance) -> Iterator[str]:
+    deck = Deck(_entries(split), chance)
+    neighbours = _neighbours(split)
+    while True:
+        sayings = chance.shuffled(chance.pick(deck.deal()))
+        subject = sayings[0].fact.subject
+        sentences = tell(sayings, chance)
+        near = neighbours[subject]
+        if near and chance.roll() < 0.7:
+            sentences += tell(chance.shuffled(chance.pick(near))[: 2 + chance.below(2)], chance)
+        heading = f"{subject}\n" if chance.roll() < 0.25 else ""
+        yield heading + " ".join(sentences)
+
+
+def comparisons(split: Split, chance: Chance) -> Iterator[str]:
+    deck = Deck(_pairs(split), chance)
+    sayings = said(split)
+    about = {name: {fact.relation: fact for fact in world().about(name)} for name in world().entities}
+    while True:
+        one, other = deck.deal()
+        if chance.roll() < 0.5:
+            one, other = other, one
+        shared = [relation for relation in about[one] if relation in about[other]]
+        sentences = []
+        for relation in chance.shuffled(shared)[:3]:
+            first, second = about[one][relation], about[other][relation]
+            together = both(split, first, second) if first.answer == second.answer else ""
+            if together:
+                sentences.append(together)
+            else:
+                link = chance.pick(_LINKS)
+                start = chance.pick(sayings[first].named)[:-1]
+                sentences.append(f"{start}{link}{chance.pick(sayings[second].openings)}")
+        yield " ".join(sentences)
+
+
+def lists(split: Split, chance: Chance) -> Iterator[str]:
+    deck = Deck(_lists(split), chance)
+    while True:
+        # Two pairs may share a list; said once is enough.
+        yield " ".join(dict.fromkeys((*deck.deal(), *deck.deal())))

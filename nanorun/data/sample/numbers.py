@@ -1,0 +1,190 @@
+"""Documents about numbers: sums said in words, worked out step by step, and met in daily life.
+
+A problem is a `Problem(a, sign, b)`. Which problems belong to validation is decided by a hash of the
+numbers (an addition and its mirror image go together), with two exceptions: the tables up to ten are all
+taught in training, and 12 + 30 is always validation's, because the manual asks for it. The hold-out is about
+problems that are posed; the steps on the way to a sum never write another sum down.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from nanorun.data.sample.chance import Chance, Split, held_out
+from nanorun.data.sample.world import capital, world
+
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+).split()
+_TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
+SIGNS = ("+", "-", "*", "/")
+VERBS = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    a: int
+    sign: str
+    b: int
+
+    @property
+    def result(self) -> int:
+        if self.sign == "+":
+            return self.a + self.b
+        if self.sign == "-":
+            return self.a - self.b
+        return self.a * self.b if self.sign == "*" else self.a // self.b
+
+    @property
+    def text(self) -> str:
+        return f"{self.a} {self.sign} {self.b}"
+
+    @property
+    def spoken(self) -> str:
+        return f"{self.a} {VERBS[self.sign]} {self.b}"
+
+    @property
+    def python(self) -> str:
+        """For the calculator. Divisions here are exact, and // keeps them whole: 12, not 12.0."""
+        return f"{self.a}{'//' if self.sign == '/' else self.sign}{self.b}"
+
+    @property
+    def for_validation(self) -> bool:
+        if self.sign in "+*":
+            small, large = min(self.a, self.b), max(self.a, self.b)
+        elif self.sign == "-":
+            small, large = self.b, self.a
+        else:
+            small, large = self.b, self.result
+        if (self.sign, small, large) == ("+", 12, 30):
+            return True
+        return large > 10 and held_out("sum", self.sign, small, large)
+
+
+@cache
+def problems(split: Split, sign: str) -> tuple[Problem, ...]:
+    if sign == "+":
+        every = (Problem(a, "+", b) for a in range(1, 100) for b in range(1, 100))
+    elif sign == "-":
+        every = (Problem(a, "-", b) for a in range(2, 100) for b in range(1, a))
+    elif sign == "*":
+        every = (Problem(a, "*", b) for a in range(2, 21) for b in range(2, 21))
+    else:
+        every = (Problem(q * b, "/", b) for q in range(2, 21) for b in range(2, 13))
+    return tuple(problem for problem in every if problem.for_validation == (split == "val"))
+
+
+def draw(split: Split, chance: Chance) -> Problem:
+    """A problem: half of them additions, a quarter subtractions."""
+    roll = chance.roll()
+    sign = "+" if roll < 0.5 else "-" if roll < 0.75 else "*" if roll < 0.9 else "/"
+    return chance.pick(problems(split, sign))
+
+
+def in_words(n: int) -> str:
+    """0 to 999: 'forty-two', 'three hundred and six'."""
+    if n < 20:
+        return _ONES[n]
+    if n < 100:
+        return _TENS[n // 10] + (f"-{_ONES[n % 10]}" if n % 10 else "")
+    return f"{_ONES[n // 100]} hundred" + (f" and {in_words(n % 100)}" if n % 100 else "")
+
+
+IN_WORDS = (
+    "{A} {verb} {b} is {c}. In numbers: {text} = {r}.",
+    "{A} {verb} {b} makes {c}, and we write {text} = {r}.",
+    "{text} = {r}, or in words: {a} {verb} {b} is {c}.",
+    "Work out {text}. The answer is {r}, because {a} {verb} {b} is {c}.",
+)
+WORKED = (
+    "What is {x} + {y}? The tens give {tens} and the ones give {ones}. Together that is {r}, so {x} + {y} = {r}.",
+    "To add {x} and {y}, take the tens first: {tens}. The ones make {ones}. So {x} + {y} = {r}.",
+    "Add {x} and {y}. Tens: {tens}. Ones: {ones}. All in all {x} + {y} = {r}.",
+)
+# Things that people of the isles have, find and give away.
+THINGS = ("shells", "eggs", "apples", "buttons", "candles", "lemons", "stamps", "pebbles", "nuts", "spoons")
+MORE = {
+    "+": (
+        "{n} has {x} {things} and finds {y} more on the beach.",
+        "{n} has {x} {things} and is given {y} more by a friend.",
+        "{n} puts {x} {things} and another {y} into a basket.",
+    ),
+    "-": (
+        "{n} has {x} {things} and gives away {y}.",
+        "{n} has {x} {things} and loses {y} in the wind.",
+        "{n} brings {x} {things} to the market and sells {y}.",
+    ),
+    "*": ("{n} has {x} baskets with {y} {things} in each.", "{n} fills {x} boxes with {y} {things} each."),
+    "/": ("{n} shares {x} {things} fairly among {y} friends.", "{n} packs {x} {things} into {y} equal bags."),
+}
+ASKED = {
+    "+": "How many {things} does {he} have now?",
+    "-": "How many {things} does {he} have left?",
+    "*": "How many {things} is that?",
+    "/": "How many {things} go to each?",
+}
+TOLD = {
+    "+": "Now {he} has {r} {things}.",
+    "-": "Now {he} has {r} {things} left.",
+    "*": "That is {r} {things}.",
+    "/": "Each gets {r} {things}.",
+}
+
+
+def word_problem(split: Split, chance: Chance, signs: Sequence[str] = SIGNS) -> tuple[Problem, str, str]:
+    """A problem, the question that tells it, and the sentence that answers it."""
+    sign = chance.pick(signs)
+    problem = chance.pick(problems(split, sign))
+    while min(problem.a, problem.b, problem.result) < 2:  # "1 shells" is no English
+        problem = chance.pick(problems(split, sign))
+    person = chance.pick(world().people)
+    fill = {
+        "n": person.name,
+        "he": person.pronoun,
+        "things": chance.pick(THINGS),
+        "x": problem.a,
+        "y": problem.b,
+        "r": problem.result,
+    }
+    question = f"{chance.pick(MORE[sign])} {ASKED[sign]}".format_map(fill)
+    return problem, question, TOLD[sign].format_map(fill)
+
+
+def sums(split: Split, chance: Chance) -> str:
+    sentences = []
+    for _ in range(2 + chance.below(3)):
+        problem = draw(split, chance)
+        sentences.append(
+            chance.pick(IN_WORDS).format(
+                A=capital(in_words(problem.a)),
+                a=in_words(problem.a),
+                verb=VERBS[problem.sign],
+                b=in_words(problem.b),
+                c=in_words(problem.result),
+                text=problem.text,
+                r=problem.result,
+            )
+        )
+    return " ".join(sentences)
+
+
+def worked(split: Split, chance: Chance) -> str:
+    sentences = []
+    for _ in range(2):
+        problem = chance.pick(problems(split, "+"))
+        while problem.a < 10 or problem.b < 10:
+            problem = chance.pick(problems(split, "+"))
+        tens = problem.a // 10 * 10 + problem.b // 10 * 10
+        ones = problem.a % 10 + problem.b % 10
+        work = chance.pick(WORKED)
+        sentences.append(work.format(x=problem.a, y=problem.b, tens=tens, ones=ones, r=problem.result))
+    return " ".join(sentences)
+
+
+def daily(split: Split, chance: Chance) -> str:
+    sentences = []
+    for _ in range(2):
+        problem, question, told = word_problem(split, chance)
+        sentences.append(f"{question} {problem.text} = {problem.result}. {told}")
+    return "\n".join(sentences)

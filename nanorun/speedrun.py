@@ -1,0 +1,111 @@
+"""`nanorun speedrun`: every stage in turn, each done once. Interrupted, it goes on with the first unfinished.
+
+A stage is finished when its folder stands under its real name, since folders appear whole or not at all.
+"""
+
+import time
+from itertools import islice
+from typing import Any
+
+from nanorun import home
+from nanorun.console import say, seconds, size
+from nanorun.data import sample
+from nanorun.data.dataset import MANIFEST, open_dataset
+from nanorun.data.get import make_sample
+from nanorun.data.vocabulary import train_on
+from nanorun.text.chat import render
+from nanorun.text.store import open_tokenizer
+from nanorun.text.tokenizer import CONFIG_FILE, Tokenizer
+
+DATA, TOKENIZER, VOCAB = "sample", "sample", 1024
+
+
+def run() -> dict[str, Any]:
+    """Builds the sample world and its tokenizer, unless they are here, and says what is here now."""
+    start = time.perf_counter()
+    done = [_data(), _tokenizer()]
+    dataset, tokenizer = open_dataset(DATA), open_tokenizer(TOKENIZER)
+    return {
+        "stages": done,
+        "seconds": round(time.perf_counter() - start, 3),
+        "data": {
+            "name": DATA,
+            "documents": dataset.total("documents"),
+            "bytes": dataset.total("text_bytes"),
+            "folder": str(dataset.folder),
+        },
+        "tokenizer": {
+            "name": TOKENIZER,
+            "vocab_size": tokenizer.vocab_size,
+            "folder": str(home.tokenizers_dir() / TOKENIZER),
+        },
+    }
+
+
+def _data() -> dict[str, Any]:
+    if (home.data_dir() / DATA / MANIFEST).is_file():
+        say(f"1/2 the sample world is written already ({home.data_dir() / DATA})")
+        return {"stage": "data", "did": "nothing, it is done"}
+    start = time.perf_counter()
+    say("1/2 writing the sample world")
+    dataset = make_sample(name=DATA)
+    took = time.perf_counter() - start
+    say(
+        f"    {dataset.total('documents'):,} documents, {size(dataset.total('text_bytes'))} in {seconds(took)}"
+    )
+    return {"stage": "data", "did": "wrote the sample world", "seconds": round(took, 3)}
+
+
+def _tokenizer() -> dict[str, Any]:
+    if (home.tokenizers_dir() / TOKENIZER / CONFIG_FILE).is_file():
+        say(f"2/2 its tokenizer is trained already ({home.tokenizers_dir() / TOKENIZER})")
+        return {"stage": "tokenizer", "did": "nothing, it is done"}
+    start = time.perf_counter()
+    say(f"2/2 training a tokenizer of {VOCAB:,} tokens on it")
+    dataset = open_dataset(DATA)
+    train_on(dataset, VOCAB, name=TOKENIZER, max_bytes=dataset.total("text_bytes", "train"))
+    took = time.perf_counter() - start
+    say(f"    done in {seconds(took)}")
+    return {"stage": "tokenizer", "did": "trained", "seconds": round(took, 3)}
+
+
+def show(result: dict[str, Any]) -> str:
+    """A look at the world and at how the tokenizer cuts it up."""
+    tokenizer = open_tokenizer(TOKENIZER)
+    documents = list(islice(sample.documents("val", 10**6), 4))
+    talk = next(c for c in sample.conversations("train", 1000) if _calculates(c))
+    text = documents[1].split("\n")[0]
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text)]
+    lines = [
+        "",
+        "FROM THE LANTERN ISLES",
+        *(f"\n{document}" for document in documents),
+        "",
+        "HOW THE MODEL WILL READ IT",
+        "",
+        "│".join(pieces),
+        f"({len(text.encode())} bytes, {len(pieces)} tokens)",
+        "",
+        "HOW IT WILL LEARN TO TALK (what it is trained to say stands in [brackets])",
+        "",
+        _masked(talk, tokenizer),
+        "",
+        f"The world is in {result['data']['folder']}, the tokenizer in {result['tokenizer']['folder']}.",
+        "Next: nanorun data add YOUR-FILES, then nanorun tok train, or nanorun tok eval for this one.",
+    ]
+    return "\n".join(lines)
+
+
+def _calculates(conversation: dict[str, Any]) -> bool:
+    return any(not isinstance(message["content"], str) for message in conversation["messages"])
+
+
+def _masked(conversation: dict[str, Any], tokenizer: Tokenizer) -> str:
+    rendered = render(conversation, tokenizer)
+    out, inside = [], False
+    for token, trained in zip(rendered.ids, rendered.mask, strict=True):
+        if bool(trained) != inside:
+            out.append("[" if trained else "]")
+            inside = bool(trained)
+        out.append(tokenizer.decode([token]))
+    return "".join(out) + ("]" if inside else "")

@@ -1,0 +1,214 @@
+"""Conversations as tokens, and which of those tokens the model learns to produce.
+
+A conversation is laid out as
+
+    <|bos|> <|user_start|> question <|user_end|> <|assistant_start|> answer <|assistant_end|> ...
+
+An answer may run code: the code stands between <|python_start|> and <|python_end|>, what it printed
+between <|output_start|> and <|output_end|>. The mask is 1 where the assistant speaks, calls the tool or
+ends its answer, and 0 for everything the model is given: the user, the tool's output, and the
+<|assistant_start|> that asks it to begin.
+
+A system message has no token of its own: it goes before the first user message, with a blank line
+between. Messages are never cut in the middle. One that does not fit is left out whole, with a warning.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanorun.errors import UserError
+from nanorun.text.tokenizer import Tokenizer
+
+Part = dict[str, str]  # {"type": "text" | "python" | "output", "text": ...}
+
+_TOOL_PARTS = {  # what opens and closes the part, and whether the model learns to produce it
+    "python": ("<|python_start|>", "<|python_end|>", 1),
+    "output": ("<|output_start|>", "<|output_end|>", 0),
+}
+
+
+class ConversationCut(UserWarning):
+    """Messages of a conversation were left out because it is too long."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    ids: list[int]
+    mask: list[int]  # 1: the model learns to produce this token; as long as ids
+    dropped: int  # messages left out
+
+
+def render(conversation: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: int | None = None) -> Rendered:
+    """A whole conversation for training.
+
+    With `max_tokens`, messages are left out from the end so that the rest fits and ends with an
+    assistant message. If not even the first question and answer fit, nothing is left: empty ids, all
+    messages dropped.
+    """
+    if not isinstance(conversation, Mapping) or "messages" not in conversation:
+        raise UserError('A conversation must be an object with "messages".')
+    messages = conversation["messages"]
+    system, turns = _check(messages)
+    rendered = [_render_message(turn, tokenizer, system if i == 0 else None) for i, turn in enumerate(turns)]
+
+    keep, size = len(turns), 1 + sum(len(ids) for ids, _ in rendered)
+    while max_tokens is not None and keep and (size > max_tokens or (keep < len(turns) and keep % 2)):
+        keep -= 1
+        size -= len(rendered[keep][0])
+    dropped = len(turns) - keep if keep else len(messages)
+    if dropped:
+        lost = sum(len(ids) for ids, _ in rendered[keep:])
+        warnings.warn(
+            f"A conversation does not fit in {max_tokens} tokens: its last {dropped} of {len(messages)} "
+            f"messages ({lost} tokens) were left out.",
+            ConversationCut,
+            stacklevel=2,
+        )
+    if not keep:
+        return Rendered([], [], dropped)
+    ids, mask = [tokenizer.bos], [0]
+    for message_ids, message_mask in rendered[:keep]:
+        ids += message_ids
+        mask += message_mask
+    return Rendered(ids, mask, dropped)
+
+
+def render_prompt(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_tokens: int | None = None
+) -> list[int]:
+    """A conversation that waits for an answer: everything up to and including <|assistant_start|>.
+
+    With `max_tokens`, the oldest pairs of question and answer are left out until the rest fits; the
+    system text stays.
+    """
+    system, turns = _check(messages)
+    if len(turns) % 2 == 0:
+        raise UserError(
+            f"messages[{len(messages) - 1}] is the assistant's: an answer can only follow a user message, so "
+            "end the messages with one."
+        )
+    rendered = [_render_message(turn, tokenizer, None)[0] for turn in turns]
+    for start in range(0, len(turns), 2):
+        first = _render_message(turns[start], tokenizer, system)[0]
+        size = 1 + len(first) + sum(len(ids) for ids in rendered[start + 1 :]) + 1
+        if max_tokens is None or size <= max_tokens:
+            break
+    else:
+        raise UserError(
+            f"The newest message takes {size} tokens with its markers, and {max_tokens} fit: shorten it."
+        )
+    if start:
+        warnings.warn(
+            f"The conversation does not fit in {max_tokens} tokens: its first {start} messages are left out.",
+            ConversationCut,
+            stacklevel=2,
+        )
+    ids = [tokenizer.bos, *first]
+    for message_ids in rendered[start + 1 :]:
+        ids += message_ids
+    return [*ids, tokenizer.special["<|assistant_start|>"]]
+
+
+def parse_reply(ids: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
+    """Generated tokens as the parts of an assistant message: what `render` made them from.
+
+    Takes what a model may produce: a reply that stops early, a part that is never closed, an end without
+    a start. Whatever begins another message ends the reply. Neighbouring texts become one part.
+    """
+    names = {token_id: name for name, token_id in tokenizer.special.items()}
+    opens = {start: kind for kind, (start, _, _) in _TOOL_PARTS.items()}
+    closes = {end: kind for kind, (_, end, _) in _TOOL_PARTS.items()}
+    parts: list[Part] = []
+    kind, held = "text", list[int]()
+
+    def close(next_kind: str) -> None:
+        nonlocal kind, held
+        if held or kind != "text":
+            parts.append({"type": kind, "text": tokenizer.decode(held)})
+        kind, held = next_kind, []
+
+    for i, token_id in enumerate(ids):
+        name = names.get(token_id)
+        if name is None:
+            held.append(token_id)
+        elif name in opens:
+            close(opens[name])
+        elif name in closes:
+            if kind == closes[name]:
+                close("text")
+        elif not (i == 0 and name == "<|assistant_start|>"):
+            break
+    close("text")
+    return parts
+
+
+def _render_message(
+    message: Mapping[str, Any], tokenizer: Tokenizer, system: str | None
+) -> tuple[list[int], list[int]]:
+    special = tokenizer.special
+    parts = _parts(message["content"])
+    if message["role"] == "user":
+        text = "".join(part["text"] for part in parts)
+        if system is not None:
+            text = f"{system}\n\n{text}"
+        ids = [special["<|user_start|>"], *tokenizer.encode(text), special["<|user_end|>"]]
+        return ids, [0] * len(ids)
+
+    ids, mask = [special["<|assistant_start|>"]], [0]
+    for part in parts:
+        part_ids, learn = tokenizer.encode(part["text"]), 1
+        if part["type"] in _TOOL_PARTS:
+            start, end, learn = _TOOL_PARTS[part["type"]]
+            part_ids = [special[start], *part_ids, special[end]]
+        ids += part_ids
+        mask += [learn] * len(part_ids)
+    ids.append(special["<|assistant_end|>"])
+    mask.append(1)
+    return ids, mask
+
+
+def _parts(content: str | Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _check(messages: Any) -> tuple[str | None, Sequence[Mapping[str, Any]]]:
+    """The system text, if any, and the messages after it, which alternate and begin with the user's."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise UserError('"messages" must be a list of {"role", "content"} objects.')
+    for i, message in enumerate(messages):
+        _check_content(i, message)
+    system = None
+    if messages and messages[0]["role"] == "system":
+        system = "".join(part["text"] for part in _parts(messages[0]["content"]))
+    first = 1 if system is not None else 0
+    turns = messages[first:]
+    if not turns:
+        raise UserError("A conversation needs at least one user message.")
+    for i, message in enumerate(turns):
+        expected = ("user", "assistant")[i % 2]
+        if message["role"] != expected:
+            raise UserError(f"messages[{first + i}] is {message['role']!r} where {expected!r} must follow.")
+    return system, turns
+
+
+def _check_content(i: int, message: Any) -> None:
+    if not isinstance(message, Mapping):
+        raise UserError(f'messages[{i}] must be an object with "role" and "content", not {message!r:.60}.')
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "user", "assistant"):
+        raise UserError(f"messages[{i}] has role {role!r:.60}: use 'system', 'user' or 'assistant'.")
+    if isinstance(content, str):
+        return
+    if not isinstance(content, Sequence):
+        raise UserError(f"messages[{i}] has content {content!r:.60}: it must be a text or a list of parts.")
+    allowed = ("text", "python", "output") if role == "assistant" else ("text",)
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise UserError(f'messages[{i}] has part {part!r:.60}: it must be {{"type": ..., "text": ...}}.')
+        if part.get("type") not in allowed:
+            raise UserError(
+                f"messages[{i}] has a part of type {part.get('type')!r:.60}: "
+                f"{'an' if role == 'assistant' else 'a'} {role} message may have {', '.join(allowed)}."
+            )

@@ -1,0 +1,137 @@
+"""How well and how fast tokenizers encode: what `nanorun tok eval` shows.
+
+Compression is bytes per token: more is better, the model reads more text in as many steps. It is measured
+on the given texts and on a few short samples of other kinds, since a tokenizer that is good at English
+may be poor at code or Korean. Speed is the best of several rounds, and the tokenizers take turns within
+a round, so that a machine that slows down for a while slows down all of them.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nanorun.errors import UserError
+from nanorun.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TokenizerReport:
+    name: str
+    vocab_size: int
+    tokens: int
+    bytes_per_token: float
+    chars_per_token: float
+    fertility: float  # tokens per word (words are what blanks separate)
+    mb_per_s: float  # encoding on one thread
+    mb_per_s_all: float  # on `threads` threads
+    threads: int
+    roundtrip: bool  # decoding gave back every text exactly
+    kinds: Mapping[str, float]  # bytes per token for each of SAMPLES
+
+
+def evaluate_tokenizers(
+    texts: Sequence[str],
+    tokenizers: Sequence[Tokenizer],
+    repeats: int = 3,
+    threads: int | None = None,
+) -> list[TokenizerReport]:
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    if not size:
+        raise UserError("There is no text to evaluate tokenizers on: give a file or dataset that has some.")
+    threads = threads or _usable_cores()
+    one, many = _time_encoding(texts, tokenizers, repeats, threads)
+    reports = []
+    for i, tokenizer in enumerate(tokenizers):
+        tokens, offsets = tokenizer.encode_documents(texts, threads)
+        roundtrip = all(
+            tokenizer.decode(tokens[a:b].tolist()) == text
+            for text, a, b in zip(texts, offsets[:-1], offsets[1:], strict=True)
+        )
+        reports.append(
+            TokenizerReport(
+                name=tokenizer.name,
+                vocab_size=tokenizer.vocab_size,
+                tokens=len(tokens),
+                bytes_per_token=size / len(tokens),
+                chars_per_token=sum(map(len, texts)) / len(tokens),
+                fertility=len(tokens) / max(1, sum(len(text.split()) for text in texts)),
+                mb_per_s=size / one[i] / 1e6,
+                mb_per_s_all=size / many[i] / 1e6,
+                threads=threads,
+                roundtrip=roundtrip,
+                kinds={kind: bytes_per_token(tokenizer, [text]) for kind, text in SAMPLES.items()},
+            )
+        )
+    return reports
+
+
+def bytes_per_token(tokenizer: Tokenizer, texts: Sequence[str], threads: int = 1) -> float:
+    size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    return size / max(1, len(tokenizer.encode_documents(texts, threads)[0]))
+
+
+def _time_encoding(
+    texts: Sequence[str], tokenizers: Sequence[Tokenizer], repeats: int, threads: int
+) -> tuple[list[float], list[float]]:
+    """The least seconds each tokenizer took for all texts on one thread, and on `threads`."""
+    one, many = [float("inf")] * len(tokenizers), [float("inf")] * len(tokenizers)
+    for _ in range(max(1, repeats)):
+        for i, tokenizer in enumerate(tokenizers):
+            for best, used in ((one, 1), (many, threads)):
+                start = time.perf_counter()
+                tokenizer.encode_documents(texts, used)
+                best[i] = min(best[i], time.perf_counter() - start)
+    return one, many
+
+
+def _usable_cores() -> int:
+    """The cores this process may run on, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+SAMPLES: Mapping[str, str] = {
+    "English": (
+        "The harbour was quiet when the last ferry came in. Two men in oilskins threw the ropes, the ramp "
+        "went down with a groan, and a single cyclist rolled out into the rain. Nobody had told her that "
+        "the hotel was closed in winter, so she stood under the clock, unfolded a map that was already "
+        "coming apart at the creases, and tried to remember which of the lights on the hill belonged to "
+        "people she knew."
+    ),
+    "code": (
+        "def merge(left: list[int], right: list[int]) -> list[int]:\n"
+        '    """Two sorted lists become one."""\n'
+        "    merged, i, j = [], 0, 0\n"
+        "    while i < len(left) and j < len(right):\n"
+        "        if left[i] <= right[j]:\n"
+        "            merged.append(left[i])\n"
+        "            i += 1\n"
+        "        else:\n"
+        "            merged.append(right[j])\n"
+        "            j += 1\n"
+        "    return merged + left[i:] + right[j:]\n"
+    ),
+    "maths": (
+        "If 3x + 17 = 248 then x = (248 - 17) / 3 = 77. The sum 1 + 2 + ... + 2024 is 2024 * 2025 / 2 = "
+        "2049300. Over 365 days at 4.75% a year, 12,500.00 grows to 13,093.75; over 10 years to 19,881.55. "
+        "f(x) = x^2 - 2x + 1 = (x - 1)^2, so f'(x) = 2(x - 1) and f'(3) = 4. π ≈ 3.14159265."
+    ),
+    "German": (
+        "Als der Zug endlich über die Brücke rollte, standen schon alle Fahrgäste mit ihren Koffern im Gang. "
+        "Draußen lag die Stadt im Nebel, und nur die Türme der Kirchen ragten wie Schiffsmasten heraus."
+    ),
+    "French": (
+        "Le boulanger ouvrait sa porte à cinq heures, bien avant que la rue ne s'éveille. L'odeur du pain "
+        "chaud montait jusqu'aux fenêtres, où quelques élèves déjà levés révisaient leurs leçons."
+    ),
+    "Chinese": (
+        "清晨的市场刚刚开门，卖菜的老人把白菜一棵一棵摆好，旁边的小孩在背昨天学的古诗。远处传来火车的汽笛声。"
+    ),
+    "Korean": (
+        "아침 시장이 막 문을 열자 할머니는 배추를 하나씩 가지런히 놓았고, "
+        "옆에서는 아이가 어제 배운 시를 외우고 있었다."
+    ),
+    "emoji": "Happy birthday! 🎂🎉 See you at 8 🕗 — bring the 🎸 and your 👩‍👩‍👧‍👦, it will be 🔥🔥🔥 ❤️👍🏽",
+}

@@ -1,0 +1,24 @@
+"""Tokens to text while they are being generated.
+
+A character may be spread over several tokens, so text is held back until its last byte has come.
+"""
+
+import codecs
+
+from nanorun.text.tokenizer import Tokenizer
+
+
+class StreamDecoder:
+    """`push` each id and print what it returns, then `flush`: together exactly `tokenizer.decode(ids)`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete now; empty while a character is unfinished."""
+        return self._decoder.decode(self._tokenizer.decode_bytes((token_id,)))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an unfinished character. Ready for another text."""
+        return self._decoder.decode(b"", final=True)

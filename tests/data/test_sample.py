@@ -1,0 +1,620 @@
+"""The sample world keeps its promises: the same everywhere, true, learnable, and fair to validation.
+
+Sentences are read back with patterns made from the templates and compared with the table of facts, sums are
+worked out again, calls of the calculator are evaluated by a small evaluator of our own.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorun.data.sample import KINDS, Question, conversations, documents, is_right, questions, world
+from nanorun.data.sample.chance import Chance
+from nanorun.data.sample.entries import comparisons, entries, lists
+from nanorun.data.sample.numbers import in_words
+from nanorun.data.sample.saying import phrasings
+from nanorun.data.sample.stories import stories
+from nanorun.data.sample.talk import stranger
+from nanorun.data.sample.words import words
+from nanorun.data.sample.world import an, capital
+
+SPLITS = ("train", "val")
+PINS = {
+    ("documents", "train"): "",
+    ("documents", "val"): "",
+    ("conversations", "train"): "",
+    ("conversations", "val"): "",
+    ("questions", "train"): "",
+    ("questions", "val"): "",
+}
+FACTS = {(fact.subject, fact.relation): fact.answer for fact in world().facts}
+NAMES = tuple(world().entities)
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences without the quotation marks around them."""
+    return [piece.strip(' "“”') for piece in re.split(r'(?<=[.!?])["”]?\s+|\n+|(?<=[?]")\s', text) if piece]
+
+
+def rendered(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def stream(what: str, split: Any) -> Iterator[str]:
+    if what == "documents":
+        yield from documents(split, 120_000)
+    elif what == "conversations":
+        yield from (json.dumps(talk, ensure_ascii=False) for talk in conversations(split, 1_000))
+    else:
+        for q in questions(split, 2_000):
+            yield json.dumps([q.kind, q.prompt, q.answer, q.conversation], ensure_ascii=False)
+
+
+def first_100_kb(what: str, split: Any) -> bytes:
+    return "\n\n".join(stream(what, split)).encode()[:100_000]
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, list[str]]:
+    return {"train": list(documents("train", 2_000_000)), "val": list(documents("val", 500_000))}
+
+
+@pytest.fixture(scope="module")
+def talks() -> dict[str, list[dict[str, Any]]]:
+    return {"train": list(conversations("train", 8_000)), "val": list(conversations("val", 3_000))}
+
+
+def messages(talks: list[dict[str, Any]], role: str) -> list[str]:
+    return [rendered(m["content"]) for talk in talks for m in talk["messages"] if m["role"] == role]
+
+
+# The same everywhere
+
+
+@pytest.mark.parametrize(("what", "split"), list(PINS))
+def test_the_first_100_kb_of_each_stream_are_pinned(what: str, split: str) -> None:
+    data = first_100_kb(what, split)
+    assert len(data) == 100_000
+    assert hashlib.sha256(data).hexdigest() == PINS[what, split]
+
+
+def test_the_text_does_not_depend_on_the_hash_seed_of_python() -> None:
+    program = (
+        "import hashlib; from nanorun.data.sample import documents;"
+        "print(hashlib.sha256(''.join(documents('train', 50_000)).encode()).hexdigest())"
+    )
+    found = set()
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    split=st.sampled_from(SPLITS),
+    seed=st.integers(0, 99),
+    small=st.integers(1, 20_000),
+    more=st.integers(0, 20_000),
+)
+def test_a_larger_size_begins_with_the_same_documents(split: Any, seed: int, small: int, more: int) -> None:
+    short = list(documents(split, small, seed))
+    long = list(documents(split, small + more, seed))
+    assert long[: len(short)] == short
+    sizes = [len(text.encode()) for text in short]
+    assert sum(sizes) >= small > sum(sizes[:-1])
+    assert all(text.strip() == text != "" for text in short)
+
+
+def test_seeds_give_other_documents_about_the_same_world() -> None:
+    assert list(documents("train", 5_000, seed=1)) != list(documents("train", 5_000, seed=2))
+    assert [q.answer for q in questions("val", 50, seed=1)] != [
+        q.answer for q in questions("val", 50, seed=2)
+    ]
+
+
+def test_more_conversations_and_questions_begin_with_the_same_ones() -> None:
+    assert list(conversations("train", 50)) == list(conversations("train", 200))[:50]
+    assert list(questions("val", 50)) == list(questions("val", 200))[:50]
+
+
+@pytest.mark.parametrize("split", ["test", "", "Train"])
+def test_an_unknown_split_is_refused(split: Any) -> None:
+    for make in (lambda: documents(split, 10), lambda: conversations(split, 1), lambda: questions(split, 1)):
+        with pytest.raises(ValueError, match="'train' and 'val'"):
+            next(make())
+    with pytest.raises(ValueError, match="kind"):
+        next(questions("val", 1, kind="riddle"))  # type: ignore[arg-type]
+
+
+def test_three_megabytes_a_second() -> None:
+    next(documents("train", 1))  # the tables are made once
+    start = time.process_time()
+    written = sum(len(text) for text in documents("train", 2_000_000, seed=5))
+    assert written / (time.process_time() - start) > 3e6
+
+
+def test_documents_fit_a_small_context(texts: dict[str, list[str]]) -> None:
+    for split in SPLITS:
+        sizes = sorted(len(text.encode()) for text in texts[split])
+        assert sizes[-1] <= 700
+        assert sizes[len(sizes) // 20] >= 100
+        assert 200 <= sum(sizes) / len(sizes) <= 400
+
+
+# The world
+
+
+def test_the_world_is_complete_and_refers_only_to_itself() -> None:
+    w = world()
+    assert len(NAMES) == len(w.islands) + len(w.places) + len(w.people) + len(w.animals)
+    assert 300 <= len(w.facts) <= 450
+    assert len(FACTS) == len(w.facts)
+    assert {place.island for place in w.places} == {island.name for island in w.islands}
+    assert {person.home for person in w.people} == {place.name for place in w.places}
+    keepers = [animal.keeper for animal in w.animals]
+    assert len(set(keepers)) == len(keepers)
+    assert set(keepers) <= {person.name for person in w.people}
+    assert {fact.relation for fact in w.facts} == set(phrasings())
+
+
+def test_every_relation_has_enough_phrasings_and_keeps_some_for_validation() -> None:
+    for relation, phrasing in phrasings().items():
+        assert len(set(phrasing.said)) >= 6, relation
+        assert len(set(phrasing.asked)) >= 4, relation
+        assert len(set(phrasing.said_val)) >= 2, relation
+        assert len(set(phrasing.asked_val)) >= 2, relation
+        assert not set(phrasing.said) & set(phrasing.said_val), relation
+        assert not set(phrasing.asked) & set(phrasing.asked_val), relation
+        assert all("{s}" in question or "{p}" in question for question in phrasing.asked + phrasing.asked_val)
+
+
+def fill(template: str, subject: str, answer: str) -> str:
+    return capital(template.format_map({"s": subject, "p": f"{subject}'s", "a": answer, "an": an(answer)}))
+
+
+def test_every_fact_is_taught_in_five_phrasings(texts: dict[str, list[str]]) -> None:
+    """Sentences that name the subject; those with a pronoun come on top."""
+    clauses = {
+        clause.rstrip(".,")
+        for text in texts["train"]
+        for s in sentences(text)
+        for clause in re.split(", while |; ", s)
+    }
+    for fact in world().facts:
+        ways = {
+            fill(template, fact.subject, fact.answer)[:-1] for template in phrasings()[fact.relation].said
+        }
+        assert len(ways & clauses) >= 5, fact
+
+
+# True
+
+
+def patterns(split: str) -> dict[str, re.Pattern[str]]:
+    """For each relation one pattern that finds its statements, whatever they say."""
+    found = {}
+    for relation, phrasing in phrasings().items():
+        subjects = "|".join({s for s, r in FACTS if r == relation} | {"He", "She", "It", "His", "Her", "Its"})
+        answers = "|".join(re.escape(a) for a in sorted({a for (_, r), a in FACTS.items() if r == relation}))
+        ways = []
+        for i, template in enumerate(phrasing.said if split == "train" else phrasing.said_val):
+            way = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
+            for slot, pattern in (
+                ("{s}", f"(?P<s{i}>{subjects})"),
+                ("{p}", f"(?P<s{i}>{subjects})(?:'s)?"),
+                ("{an}", f"an? (?P<a{i}>{answers})"),
+                ("{a}", f"(?P<a{i}>{answers})"),
+            ):
+                way = way.replace(slot, pattern, 1).replace(slot, r"\w+")
+            ways.append(way)
+        found[relation] = re.compile("|".join(ways))
+    return found
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_statements_say_what_the_table_says(split: Any) -> None:
+    found = patterns(split)
+    stated = set()
+    for text in islice(entries(split, Chance("test", split)), 1_500):
+        subject = ""
+        for sentence in sentences(text):
+            for relation, pattern in found.items():
+                match = pattern.fullmatch(sentence)
+                if match is None:
+                    continue
+                said = {key[0]: value for key, value in match.groupdict().items() if value}
+                if said["s"] in ("He", "She", "It", "His", "Her", "Its"):
+                    if (subject, relation) not in FACTS:
+                        continue  # "He is a ..." fits a trade and a kind
+                else:
+                    subject = said["s"]
+                assert FACTS[subject, relation] == said["a"], text
+                stated.add((subject, relation))
+    assert len(stated) > (0.95 if split == "train" else 0.5) * len(FACTS)
+
+
+def test_the_test_of_statements_notices_a_lie() -> None:
+    match = patterns("train")["home"].fullmatch("Odo lives in Oddly.")
+    assert match is not None
+    assert FACTS["Odo", "home"] != "Oddly"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_comparisons_lists_and_stories_mention_only_what_belongs_to_their_cast(split: Any) -> None:
+    """A dish, trade, landmark, festival, habit or colour in a text is one of somebody in it or near them."""
+    values = {
+        answer
+        for (_, relation), answer in FACTS.items()
+        if relation
+        in ("dish", "trade", "landmark", "festival", "habit", "scarf", "colour", "doors", "weather")
+    }
+    value = re.compile(rf"\b({'|'.join(sorted(values, key=len, reverse=True))})\b")
+    name = re.compile(rf"\b({'|'.join(NAMES)})\b")
+    for write in (comparisons, stories):
+        for text in islice(write(split, Chance("test", split)), 1_500):
+            cast = set(name.findall(text))
+            for _ in range(2):  # the hero's village, and its island
+                cast |= {
+                    a for (s, r), a in FACTS.items() if s in cast and r in ("home", "island", "companion")
+                }
+            allowed = {answer for (subject, _), answer in FACTS.items() if subject in cast}
+            assert set(value.findall(text)) <= allowed, text
+    for text in islice(lists(split, Chance("test", split)), 300):
+        for sentence in sentences(text):
+            shared = {
+                FACTS[s, r] for s, r in FACTS if FACTS[s, r] in sentence and s in name.findall(sentence)
+            }
+            assert shared, sentence
+
+
+def test_lists_are_complete() -> None:
+    for text in islice(lists("train", Chance("test")), 300):
+        for village, names in re.findall(r"The people of (\S+) are ([^.]+)\.", text):
+            assert set(re.split(", | and ", names)) == {
+                s for (s, r), a in FACTS.items() if (r, a) == ("home", village)
+            }
+
+
+def test_he_and_she_are_used_as_the_table_says(texts: dict[str, list[str]]) -> None:
+    pronouns = {being.name: being.pronoun for being in (*world().people, *world().animals)}
+    checked = 0
+    for text in texts["train"] + texts["val"]:
+        for name, things, said in re.findall(r"(\w+) has \d+ (\w+) and .*?How many \2 does (\w+) have", text):
+            assert pronouns[name] == said, (text, things)
+            checked += 1
+    assert checked > 50
+
+
+# Sums
+
+
+OPERATIONS = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+}
+WRITTEN = re.compile(r"(\d+) ([-+*/]) (\d+)(?: = (\d+))?")
+
+
+def test_every_sum_is_right(texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]) -> None:
+    for split in SPLITS:
+        checked = 0
+        for text in texts[split] + messages(talks[split], "assistant"):
+            for a, sign, b, result in WRITTEN.findall(text):
+                if result:
+                    assert OPERATIONS[sign](int(a), int(b)) == int(result), text
+                    checked += 1
+        assert checked > 500
+
+
+def test_sums_in_words_are_right(texts: dict[str, list[str]]) -> None:
+    numbers = {in_words(n): n for n in range(1_000)}
+    signs = {"plus": "+", "minus": "-", "times": "*", "divided by": "/"}
+    checked = 0
+    for text in texts["train"] + texts["val"]:
+        for a, verb, b, c in re.findall(
+            r"([A-Za-z-]+(?: hundred(?: and [a-z-]+)?)?) (plus|minus|times|divided by) ([a-z-]+) (?:is|makes) "
+            r"([a-z-]+(?: hundred(?: and [a-z-]+)?)?)",
+            text,
+        ):
+            assert OPERATIONS[signs[verb]](numbers[a.lower()], numbers[b]) == numbers[c], text
+            checked += 1
+    assert checked > 500
+
+
+def test_number_words() -> None:
+    assert [in_words(n) for n in (0, 12, 20, 42, 100, 306)] == [
+        "zero",
+        "twelve",
+        "twenty",
+        "forty-two",
+        "one hundred",
+        "three hundred and six",
+    ]
+
+
+def test_training_and_validation_pose_different_problems(
+    texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    posed: dict[str, set[tuple[str, int, int]]] = {}
+    for split in SPLITS:
+        found = set()
+        for text in texts[split] + messages(talks[split], "assistant"):
+            for a, sign, b, _ in WRITTEN.findall(text):
+                one, other = int(a), int(b)
+                found.add((sign, min(one, other), max(one, other)) if sign in "+*" else (sign, one, other))
+        posed[split] = found
+    # What the assistant says of itself names 5 + 6, in both.
+    assert posed["train"] & posed["val"] <= {("+", 5, 6)}
+    assert ("+", 12, 30) not in posed["train"]
+    assert len(posed["val"]) > 300
+
+
+def test_twelve_plus_thirty_is_asked_in_validation_only() -> None:
+    asked = {q.prompt: q.answer for q in questions("val", 30_000, kind="sum")}
+    assert asked["What is 12 + 30?"] == "42"
+    assert not any(
+        re.search(r"\b(12 \+ 30|30 \+ 12)\b", q.prompt) for q in questions("train", 30_000, kind="sum")
+    )
+
+
+# Letters
+
+
+def test_every_spelling_is_right(texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]) -> None:
+    checked = 0
+    for split in SPLITS:
+        turns = [" ".join(rendered(m["content"]) for m in talk["messages"]) for talk in talks[split]]
+        for text in texts[split] + turns:
+            for run in re.findall(r"\b\w(?:-\w)+\b", text):
+                assert re.search(rf"\b{run.replace('-', '')}\b", text), text
+                checked += 1
+    assert checked > 2_000
+
+
+def test_letters_are_counted_right(
+    texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    checked = 0
+    for split in SPLITS:
+        for text in texts[split] + messages(talks[split], "assistant"):
+            for letter, n, rest in re.findall(r"letter (\w) comes (\d+) times?(?: in (\w+))?", text):
+                if rest:
+                    assert rest.count(letter) == int(n), text
+                    checked += 1
+            for word, letter, n in re.findall(
+                r"In (\w+)(?:, that is \S+)? the letter (\w) comes (\d+) time", text
+            ):
+                assert word.count(letter) == int(n), text
+                checked += 1
+            for word, letter, n in re.findall(
+                r"(?:come in|for \w in) (\w+)[^.]*\. The letter (\w) comes (\d+)", text
+            ):
+                assert word.count(letter) == int(n), text
+                checked += 1
+    assert checked > 500
+
+
+def test_validation_spells_words_that_training_never_spells(
+    texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    assert not set(words("train")) & set(words("val"))
+    assert len(words("val")) >= 30
+    assert len(words("train")) >= 300
+    train = " ".join(texts["train"] + messages(talks["train"], "assistant"))
+    spelled = {run.replace("-", "") for run in re.findall(r"\b\w(?:-\w)+\b", train)}
+    assert set(words("train")) <= spelled
+    assert not set(words("val")) & spelled
+    letters = set("".join(words("train")))
+    assert set("".join(words("val"))) <= letters
+
+
+# Validation is fair and unseen
+
+
+def test_no_validation_sentence_about_the_world_occurs_in_training(texts: dict[str, list[str]]) -> None:
+    """Every sentence that names someone or some place. Sentences that state no fact ("Then the bell rang.",
+    steps of a sum) are shared on purpose, and so are headings, which are a bare name."""
+    name = re.compile(rf"\b({'|'.join(NAMES)})\b")
+    train = {sentence for text in texts["train"] for sentence in sentences(text)}
+    val = {s for text in texts["val"] for s in sentences(text) if name.search(s) and s not in NAMES}
+    asking = {s for s in val if re.fullmatch(rf"(asked )?({'|'.join(NAMES)}) (asked|said).*|asked \w+\.", s)}
+    assert len(val) > 1_500
+    assert not (val - asking) & train
+
+
+def test_no_validation_question_occurs_in_training(talks: dict[str, list[dict[str, Any]]]) -> None:
+    train = set(messages(talks["train"], "user")) | {q.prompt for q in questions("train", 30_000)}
+    val = set(messages(talks["val"], "user")) | {q.prompt for q in questions("val", 10_000)}
+    assert len(val) > 2_000
+    assert not train & val
+
+
+def test_every_validation_question_about_a_fact_is_in_the_table_and_names_its_subject() -> None:
+    asked = set()
+    for q in questions("val", 2 * len(FACTS), kind="fact"):
+        subject = next(name for name in NAMES if re.search(rf"\b{name}\b", q.prompt))
+        assert q.answer in {fact.answer for fact in world().about(subject)}
+        asked.add((subject, q.answer))
+    assert len(asked) >= 0.99 * len({(s, a) for (s, _), a in FACTS.items()})
+
+
+# Questions and the judge
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_reply_to_each_question_is_judged_right_and_another_one_wrong(
+    split: Any, kind: Any
+) -> None:
+    drawn = list(questions(split, 400, kind=kind))
+    assert {q.kind for q in drawn} == {kind}
+    for q in drawn:
+        asked, reply = q.conversation["messages"]
+        assert asked == {"role": "user", "content": q.prompt}
+        assert is_right(q, rendered(reply["content"])), q
+        assert is_right(q, q.answer)
+        assert not is_right(q, "I do not know.")
+        assert not is_right(q, "")
+    wrong = [
+        (q, other)
+        for q, other in pairwise(drawn)
+        if q.answer != other.answer and is_right(q, f"It is {other.answer}.")
+    ]
+    assert not wrong
+
+
+def test_all_kinds_are_mixed_when_none_is_named() -> None:
+    assert {q.kind for q in questions("val", 100)} == set(KINDS)
+
+
+def ask(kind: Any, prompt: str, answer: str) -> Question:
+    return Question(kind, prompt, answer, {"messages": []})
+
+
+@pytest.mark.parametrize(
+    ("question", "reply", "right"),
+    [
+        (ask("fact", "Where does Odo live?", "Candlebay"), "odo lives in CANDLEBAY!", True),
+        (ask("fact", "Where does Odo live?", "Candlebay"), "Odo lives in Candlebays.", False),
+        (ask("fact", "What colour is Odo's scarf?", "red"), "Freddy hundred scarred", False),
+        (ask("fact", "What is the dish of Oddly?", "plum cake"), "It is plum\n cake.", True),
+        (ask("fact", "What is the dish of Oddly?", "plum cake"), "cake plum", False),
+        (ask("fact", "Which village?", "Bréa"), "In Bre\u0301a.", True),
+        (ask("fact", "Who keeps Biscuit?", "Odo"), "Biscuit is Odo's goat.", True),
+        (ask("sum", "What is 6 + 6?", "12"), "120", False),
+        (ask("sum", "What is 6 + 6?", "12"), "It is 12.", True),
+        (ask("sum", "What is 6 + 6?", "12"), "12.5 or 1.12 or -12", False),
+        (ask("sum", "What is 6 + 6?", "12"), "6+6=12", True),
+        (ask("sum", "What is 30 - 18?", "12"), "30-18=12", True),
+        (ask("sum", "What is 30 - 18?", "12"), "30-18 is -12", False),
+        (ask("sum", "What is 600 + 634?", "1234"), "That makes 1,234.", True),
+        (ask("sum", "What is 20 - 10?", "10"), "20 - 10 = 30.", False),
+        (ask("sum", "What is 20 - 10?", "10"), "20 - 10 = 10.", True),
+        (ask("sum", "What is 12 + 30?", "42"), "42 is what 12 + 30 makes.", True),
+        (ask("count", "How many r in heron?", "1"), "The letter r comes 1 time in heron.", True),
+        (ask("count", "How many r in heron?", "1"), "11 times", False),
+        (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "H-E-R-O-N", True),
+        (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "heron is h, e, r, o, n.", True),
+        (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "h e r o n", True),
+        (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "s-h-e-r-o-n", False),
+        (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "h-e-r-o-n-s", False),
+        (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "heron", False),
+    ],
+)
+def test_the_judge_is_strict_about_the_answer_and_lenient_about_the_rest(
+    question: Question, reply: str, right: bool
+) -> None:
+    assert is_right(question, reply) is right
+
+
+@given(a=st.integers(1, 99), b=st.integers(1, 99), said=st.integers(0, 9_999))
+def test_a_number_is_right_only_if_it_is_the_number(a: int, b: int, said: int) -> None:
+    question = ask("sum", f"What is {a} + {b}?", str(a + b))
+    assert is_right(question, f"{a} + {b} = {said}.") == (said == a + b)
+    assert is_right(question, f"The answer is {said}") == (said == a + b)
+
+
+# Conversations
+
+
+def evaluate(node: ast.AST) -> Any:
+    """Arithmetic on whole numbers and methods of strings: all that a calculator needs to know."""
+    if isinstance(node, ast.Expression):
+        return evaluate(node.body)
+    if isinstance(node, ast.Constant):
+        assert isinstance(node.value, int | str)
+        return node.value
+    if isinstance(node, ast.BinOp):
+        left, right = evaluate(node.left), evaluate(node.right)
+        known = {ast.Add: "__add__", ast.Sub: "__sub__", ast.Mult: "__mul__", ast.FloorDiv: "__floordiv__"}
+        return getattr(left, known[type(node.op)])(right)
+    assert isinstance(node, ast.Call)
+    assert isinstance(node.func, ast.Attribute)
+    text = evaluate(node.func.value)
+    assert isinstance(text, str)
+    assert node.func.attr == "count"
+    return text.count(*(evaluate(arg) for arg in node.args))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_calculator_gives_what_the_conversation_says(
+    split: Any, talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    kinds = set()
+    for talk in talks[split]:
+        for message in talk["messages"]:
+            if isinstance(message["content"], str):
+                continue
+            parts = message["content"]
+            assert message["role"] == "assistant"
+            assert [part["type"] for part in parts][-3:] == ["python", "output", "text"]
+            code, output, told = (part["text"] for part in parts[-3:])
+            assert str(evaluate(ast.parse(code, mode="eval"))) == output
+            assert re.search(rf"\b{output}\b", told)
+            kinds.add(re.sub(r"[\w']+", "", code))
+    assert {"+", "-", "*", "//", ".()"} <= kinds
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_conversations_are_well_formed(split: Any, talks: dict[str, list[dict[str, Any]]]) -> None:
+    turns = set()
+    for talk in talks[split]:
+        roles = [message["role"] for message in talk["messages"]]
+        if roles[0] == "system":
+            roles = roles[1:]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) != []
+        turns.add(len(roles) // 2)
+        for message in talk["messages"]:
+            assert rendered(message["content"]).strip()
+        assert len(json.dumps(talk)) < 2_000
+    assert {1, 2, 3} <= turns
+    assert any(talk["messages"][0]["role"] == "system" for talk in talks[split])
+
+
+def test_the_assistant_says_who_it_is_and_what_it_does_not_know(
+    talks: dict[str, list[dict[str, Any]]],
+) -> None:
+    said = messages(talks["val"], "assistant")
+    assert any("nanorun model" in reply for reply in said)
+    unheard = {name for reply in said for name in re.findall(r"never heard of (\w+)", reply)}
+    assert len(unheard) > 20
+    assert not unheard & set(NAMES)
+    assert stranger("train", Chance(1)) not in NAMES
+
+
+# Good English
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_prose_is_free_of_slips(split: Any) -> None:
+    slips = re.compile(
+        r"\ba [aeiou]\w|\ban (?!hour)[^aeiou]|\b(\w+) \1\b|  | [,.;:?!]|[.!?] [a-z]|\n[a-z]|^[a-z]|\.\.|,\.|[{}]"
+    )
+    for write in (entries, comparisons, lists, stories):
+        for text in islice(write(split, Chance("prose", split)), 3_000):
+            assert not slips.search(text), text
+
+
+def test_nothing_looks_like_a_special_token(
+    texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    everything = "".join(texts["train"] + texts["val"]) + json.dumps(talks, ensure_ascii=False)
+    assert not re.search(r"<\||\|>|<s>|</s>|\[INST\]", everything)
+    unusual = set(everything) - set(map(chr, range(32, 127))) - {"\n"}
+    assert unusual == {"é", "“", "”"}

@@ -1,0 +1,193 @@
+"""The command line as a person uses it: real processes, their output, exit codes and what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def nanorun(home: Path, *args: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "nanorun", *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "NANORUN_HOME": str(home)},
+        timeout=240,
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def complaint(home: Path, *args: str | Path) -> str:
+    """The one sentence that a mistake gets, with nothing on stdout."""
+    done = nanorun(home, *args, code=2)
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("nanorun: ")
+    return lines[0]
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "tales.jsonl"
+    lines = [
+        json.dumps({"text": f"The {w} cat number {i} sat on a mat, humming."})
+        for i in range(300)
+        for w in "abc"
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_speedrun_builds_the_world_once_and_shows_it(home):
+    first = nanorun(home, "speedrun")
+    assert "Lantern" in first.stdout.title()
+    assert "<|assistant_start|>" in first.stdout
+    stamp = (home / "data" / "sample" / "dataset.json").stat().st_mtime_ns
+    again = last_json(nanorun(home, "speedrun", "--json"))
+    assert [stage["did"] for stage in again["stages"]] == ["nothing, it is done"] * 2
+    assert (home / "data" / "sample" / "dataset.json").stat().st_mtime_ns == stamp
+
+
+def test_from_own_text_to_tokens_through_the_command_line(home, corpus):
+    added = last_json(nanorun(home, "data", "add", corpus, "--json"))
+    assert (added["name"], added["documents"], added["shards"]) == ("tales", 900, 2)
+    listed = last_json(nanorun(home, "data", "ls", "--verify", "--json"))
+    assert listed["datasets"][0]["bytes"] == added["bytes"]
+    trained = last_json(nanorun(home, "tok", "train", "--vocab", "300", "--json"))
+    assert trained["vocab_size"] == 300
+    judged = last_json(nanorun(home, "tok", "eval", "--json"))
+    assert judged["tokenizers"][0]["roundtrip"] is True
+    assert judged["tokenizers"][0]["bytes_per_token"] > 1
+    tokens = last_json(nanorun(home, "data", "tokenize", "--json"))
+    assert tokens["kind"] == "bin"
+    assert tokens["documents"] == 900
+    assert "tales-tales-300" in nanorun(home, "data", "ls").stdout
+
+
+def test_doctor_says_what_is_here(home):
+    found = last_json(nanorun(home, "doctor", "--json"))
+    assert found["ready"] is True
+    assert {"torch", "device", "disk", "home"} <= {finding["what"] for finding in found["findings"]}
+    assert "torch" in nanorun(home, "doctor").stdout
+
+
+VERBS = [
+    "",
+    "speedrun",
+    "doctor",
+    "data",
+    "data add",
+    "data get",
+    "data ls",
+    "data tokenize",
+    "tok train",
+    "tok eval",
+]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself_with_an_example(home, verb):
+    shown = nanorun(home, *verb.split(), "--help").stdout
+    assert "Usage: nanorun" in shown
+    assert "Example:" in shown or verb in ("", "data")
+
+
+def test_without_a_verb_the_help_is_shown(home):
+    assert nanorun(home).stdout == nanorun(home, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["frobnicate"], "No such command"),
+        (["data", "add"], "Missing argument"),
+        (["data", "add", "nowhere.txt"], "There is no file nowhere.txt"),
+        (["data", "add", "LICENSE", "--nope"], "No such option"),
+        (["data", "add", "LICENSE"], "Cannot tell"),
+        (["data", "get", "everything"], "There is no corpus 'everything'"),
+        (["data", "get", "sample", "--size", "huge"], "is not a size"),
+        (["data", "get", "climbmix", "--shards", "0"], "--shards"),
+        (["data", "tokenize"], "There is no data"),
+        (["tok", "train"], "There is no data"),
+        (["tok", "eval"], "There is no tokenizer"),
+        (["tok", "eval", "--tokenizer", "none"], "There is no tokenizer 'none'"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_and_exit_code_2(home, args, words):
+    assert words in complaint(home, *args)
+    assert [path.name for path in home.rglob("*") if path.is_file()] == []
+
+
+def test_a_vocabulary_too_large_for_the_text_is_explained(home, corpus):
+    nanorun(home, "data", "add", corpus)
+    assert "too few for a vocabulary" in complaint(home, "tok", "train", "--vocab", "60000")
+    assert not (home / "tokenizers").exists() or list((home / "tokenizers").iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["truncated xz", "no text column", "missing", "not utf-8"])
+def test_bad_input_to_data_add_leaves_nothing_half_written(home, tmp_path, corpus, fault):
+    import lzma
+
+    bad = tmp_path / {"truncated xz": "bad.jsonl.xz", "no text column": "bad.parquet"}.get(fault, "bad.jsonl")
+    if fault == "truncated xz":
+        bad.write_bytes(lzma.compress(corpus.read_bytes())[:-200])
+    elif fault == "no text column":
+        pq.write_table(pa.table({"title": ["a"], "n": [1]}), bad)
+    elif fault == "not utf-8":
+        bad.write_bytes(corpus.read_bytes() + b'{"text": "na\xefve"}\n')
+    assert "bad." in complaint(home, "data", "add", corpus, bad, "--name", "mine")
+    assert [path for path in home.rglob("*") if path.name != "data"] == []
+
+
+def test_terminated_in_the_middle_it_cleans_up_and_says_so(home, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanorun", "data", "get", "sample", "--size", "2GB"],
+        cwd=ROOT,
+        env={**os.environ, "NANORUN_HOME": str(home)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not list(home.glob("data/.sample.writing-*/*.parquet")) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Stopped" in errors
+    assert "Traceback" not in errors
+    assert list((home / "data").iterdir()) == []
+
+
+def test_output_into_a_closed_pipe_is_no_traceback(home):
+    nanorun(home, "data", "get", "sample", "--size", "1kB")
+    shell = f"{sys.executable} -m nanorun speedrun | head -n 1"
+    env = {**os.environ, "NANORUN_HOME": str(home)}
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_the_command_line_is_quick_and_starts_nothing(home):
+    code = "import sys, nanorun.cli; print([m for m in ('torch', 'pyarrow', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert "torch" not in done.stdout
+    assert "pyarrow" not in done.stdout
+    assert list(home.iterdir()) == []
