@@ -5,14 +5,11 @@
     nanorun data tokenize shared --tokenizer shared-32768
     python bench/loader.py --text shared --tokens shared-shared-32768 --tokenizer shared-32768
 
-Prints three tables and, last, one JSON line; --save keeps that line's content in a file. Speed is measured
+Prints two tables and, last, one JSON line; --save keeps that line's content in a file. Speed is measured
 on the batches that training gets: packed, cut into inputs and targets, converted to tensors.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,16 +17,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
 
-from nanorun.data.dataset import open_dataset  # noqa: E402
-from nanorun.data.loader import Loader  # noqa: E402
-from nanorun.data.packing import Pieces, plan_rows  # noqa: E402
-from nanorun.data.rows import UNITS_PER_BLOCK, RowOrder, shuffled  # noqa: E402
-from nanorun.data.sources import Source, open_source  # noqa: E402
-from nanorun.tables import table  # noqa: E402
-from nanorun.text.store import open_tokenizer  # noqa: E402
+from nanorun.bench.record import record, save
+from nanorun.data.dataset import open_dataset
+from nanorun.data.loader import Loader
+from nanorun.data.packing import Pieces, plan_rows
+from nanorun.data.rows import UNITS_PER_BLOCK, RowOrder, shuffled
+from nanorun.data.sources import Source, open_source
+from nanorun.text.store import open_tokenizer
 
 
 def tokens_per_second(source: Source, rows: int, context: int, order: RowOrder, seconds: float) -> float:
@@ -65,7 +61,9 @@ def packing(pools: list[Pieces], context: int, how: Any, reuse: bool) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", required=True, help="a dataset of text")
     parser.add_argument("--tokens", required=True, help="the same dataset, tokenized")
     parser.add_argument("--tokenizer", required=True)
@@ -84,49 +82,15 @@ def main() -> None:
             for how in ("best_fit", "stream"):
                 order = RowOrder(packing=how)
                 rate = tokens_per_second(source, args.rows * 2048 // context, context, order, args.seconds)
-                speeds.append({"source": name, "packing": how, "context": context, "tokens_per_s": round(rate)})
-    print(f"\nloader, {os.cpu_count()} cores, batches of {args.rows * 2048:,} tokens\n")
-    print(
-        table(
-            ["source", "packing", "context", "M tokens/s"],
-            [[s["source"], s["packing"], s["context"], f"{s['tokens_per_s'] / 1e6:.2f}"] for s in speeds],
-        )
-    )
-
+                speeds.append(
+                    {"source": name, "packing": how, "context": context, "tokens_per_s": round(rate)}
+                )
     pools = blocks(tokens, 40)
     ways = [("best_fit", True), ("best_fit", False), ("stream", True), ("stream", False)]
     packed = [packing(pools, context, how, reuse) for context in (256, 1024, 2048) for how, reuse in ways]
-    print("\npacking: what is lost by cutting, and what planning costs\n")
-    print(
-        table(
-            ["packing", "context", "tails", "tokens lost", "pieces/document", "ms to plan 1 M tokens"],
-            [
-                [
-                    p["packing"],
-                    p["context"],
-                    "come back" if p["reuse_tails"] else "dropped",
-                    f"{p['lost_percent']:.2f}%",
-                    f"{p['pieces_per_document']:.2f}",
-                    f"{1e3 * p['plan_s_per_million_tokens']:.2f}",
-                ]
-                for p in packed
-            ],
-        )
-    )
-    result = {
-        "what": "loader",
-        "date": time.strftime("%Y-%m-%d"),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "command": "python " + " ".join(sys.argv),
-        "speed": speeds,
-        "packing": packed,
-    }
-    if args.save:
-        args.save.write_text(json.dumps(result, indent=1) + "\n")
-    print()
-    print(json.dumps(result))
+    result = record("loader", rows=args.rows, speed=speeds, packing=packed)
+    print(TABLES["loader"](result), end="\n\n")
+    save(result, args.save)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,20 @@ Prints a table, and one JSON line last.
 """
 
 import argparse
-import json
-import lzma
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tables import TABLES  # noqa: E402
+
+from nanorun.bench.record import record, save  # noqa: E402
+from nanorun.data.readers import read_documents  # noqa: E402
 from nanorun.errors import UserError  # noqa: E402
 from nanorun.text.evaluate import bytes_per_token  # noqa: E402
 from nanorun.text.tokenizer import (  # noqa: E402
@@ -101,16 +100,10 @@ def read_texts(files: list[Path], mb: float) -> tuple[list[str], int]:
 
 def documents(files: list[Path]) -> Iterator[str]:
     for path in files:
-        try:
-            with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
-                for line in file:
-                    if line.strip():
-                        yield json.loads(line)["text"]
-        except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f'{path} cannot be read as lines of {{"text": ...}}: {error!r}') from error
+        yield from read_documents(path)
 
 
-def compare(arguments: argparse.Namespace) -> dict[str, object]:
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     texts, size = read_texts(arguments.files, arguments.mb)
     if arguments.held_out:
         held_out, _ = read_texts([arguments.held_out], arguments.held_out_mb)
@@ -139,44 +132,19 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
     ]
     vocabularies = [token_set(tokenizer) for tokenizer in trained.values()]
     common = len(vocabularies[0] & vocabularies[1]) / max(map(len, vocabularies))
-    return {
-        "what": "tokenizer_trainers",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "train_mb": round(size / 1e6, 2),
-        "documents": len(texts),
-        "repeats": arguments.repeats,
-        "rows": rows,
-        "tokens_in_common": round(common, 4),
-        "rustbpe_times_faster": round(seconds["tokenizers"] / seconds["rustbpe"], 2),
-    }
+    return record(
+        "tokenizer trainers",
+        train_mb=round(size / 1e6, 2),
+        documents=len(texts),
+        repeats=arguments.repeats,
+        rows=rows,
+        tokens_in_common=round(common, 4),
+        rustbpe_times_faster=round(seconds["tokenizers"] / seconds["rustbpe"], 2),
+    )
 
 
 def token_set(tokenizer: Tokenizer) -> set[bytes]:
     return {tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)}
-
-
-def commit() -> str | None:
-    found = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return found.stdout.strip() or None
-
-
-def show(result: dict[str, object]) -> None:
-    print(f"{result['train_mb']} MB of text, {result['cores']} cores, best of {result['repeats']}")
-    print(f"{'trainer':<22}{'seconds':>9}{'MB/s':>9}{'vocabulary':>12}{'held-out bytes/token':>22}")
-    for row in result["rows"]:  # type: ignore[attr-defined]
-        print(
-            f"{row['trainer'] + ' ' + row['version']:<22}{row['seconds']:>9.2f}{row['mb_per_s']:>9.2f}"
-            f"{row['vocab_size']:>12}{row['held_out_bytes_per_token']:>22.4f}"
-        )
-    print(f"{result['tokens_in_common']:.1%} of the tokens are in both vocabularies")
-    print(json.dumps(result), flush=True)
 
 
 def main() -> None:
@@ -193,11 +161,14 @@ def main() -> None:
     )
     parser.add_argument("--held-out-mb", type=float, default=10)
     parser.add_argument("--repeats", type=int, default=1, help="keep the best time of so many rounds")
+    parser.add_argument("--save", type=Path, help="keep the result in this file")
     arguments = parser.parse_args()
     if arguments.vocab < MIN_VOCAB or arguments.repeats < 1:
         parser.error(f"--vocab must be at least {MIN_VOCAB} and --repeats at least 1")
     try:
-        show(compare(arguments))
+        result = compare(arguments)
+        print(TABLES["tokenizer trainers"](result), end="\n\n")
+        save(result, arguments.save)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -71,7 +71,7 @@ def doctor(as_json: Json = False) -> None:
 def data_get(
     names: Annotated[list[str], typer.Argument(help="sample, climbmix, fineweb-edu or fineweb10B.")],
     shards: Annotated[
-        int | None, typer.Option(min=1, help="How many training shards (default: all).")
+        int | None, typer.Option(min=1, help="How many training shards (default: 8, about 1 GB).")
     ] = None,
     size: Annotated[str, typer.Option(help="How much of the sample world to write, such as 20MB.")] = "8MB",
     seed: Annotated[int, typer.Option(min=0, help="Another seed tells other stories of the same world.")] = 0,

@@ -25,21 +25,27 @@ MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 SHARD_TOKENS = 100_000_000
 
 
-def read_bin(path: Path) -> NDArray[np.uint16]:
-    """The tokens of a shard as a read-only memory map; a file that is not one is refused."""
+def check_bin(path: Path) -> int:
+    """The number of tokens in a shard; ValueError unless it has the header and exactly its tokens."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
-    if header[0] != MAGIC or header[1] != VERSION:
-        raise UserError(
-            f"{path} is not a token shard (it does not begin with {MAGIC}, {VERSION}): get it again."
-        )
-    count = int(header[2])
-    if count < 0 or size != HEADER_BYTES + 2 * count:
-        raise UserError(
-            f"{path} says it holds {count:,} tokens and has {size:,} bytes where {HEADER_BYTES + 2 * count:,} "
-            "belong: it is cut short or damaged, get it again."
-        )
+    if header[0] != MAGIC:
+        raise ValueError(f"it is not a token shard (its first number is not {MAGIC})")
+    if header[1] != VERSION:
+        raise ValueError(f"it is a token shard of version {header[1]}, not {VERSION}")
+    expected = HEADER_BYTES + 2 * int(header[2])
+    if size != expected:
+        raise ValueError(f"it announces {header[2]} tokens, so {expected} bytes, but has {size}")
+    return int(header[2])
+
+
+def read_bin(path: Path) -> NDArray[np.uint16]:
+    """The tokens of a shard as a read-only memory map; a file that is not one is refused."""
+    try:
+        count = check_bin(path)
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read, {error}: get or make it again.") from error
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 

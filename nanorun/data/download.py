@@ -46,7 +46,9 @@ _CHUNK = 256 * 1024
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 Verify = Literal["full", "size"]
-Check = Callable[[Path], None]  # raises ValueError with the reason when a whole file is not what it should be
+Check = Callable[
+    [Path], object
+]  # raises ValueError with the reason when a whole file is not what it should be
 
 
 @dataclass(frozen=True)

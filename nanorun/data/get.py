@@ -64,7 +64,13 @@ def _counted(documents: Iterator[str], bar: Progress) -> Iterator[str]:
 
 def _download(name: str, shards: int | None, workers: int) -> Dataset:
     folder = home.data_dir() / name
-    known = {s.file: s for s in open_dataset(name).shards} if (folder / MANIFEST).is_file() else {}
+    known: dict[str, Shard] = {}
+    if (folder / MANIFEST).is_file():
+        before_now = open_dataset(name)
+        if len(before_now.of("train")) >= (shards or hub.DEFAULT_SHARDS):
+            say(f"{name} is here already, with {len(before_now.of('train'))} training shards")
+            return before_now
+        known = {shard.file: shard for shard in before_now.shards}
     with Progress(f"getting {name}", None, "B") as bar:
         fetched = hub.fetch_corpus(name, shards, workers=workers, folder=folder, bar=bar)
     describe = _describe_parquet if fetched.kind == "parquet" else _describe_bin

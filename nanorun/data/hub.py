@@ -17,24 +17,22 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
 
-import numpy as np
-
 from nanorun.console import Progress
+from nanorun.data.bins import check_bin
+from nanorun.data.dataset import Split
 from nanorun.data.download import RemoteFile, check_plain, fetch_all, safe_path
 from nanorun.data.web import Backoff, Session, sha256_in, wait_before_retry
 from nanorun.errors import UserError
 from nanorun.home import data_dir
 
 Kind = Literal["parquet", "bin"]
-Split = Literal["train", "val"]
 
 TEXT_COLUMN = "text"
-_DEFAULT_SHARDS = 8  # about a gigabyte: a real start, and nobody's disk fills by surprise
+DEFAULT_SHARDS = 8  # about a gigabyte: a real start, and nobody's disk fills by surprise
 _PAGE_BYTES = 32 * 1024 * 1024
 _MOST_PAGES = 500
 _MOST_FILES = 100_000
 _NEXT = re.compile(r'<([^<>]*)>\s*;\s*rel="?next"?')
-_BIN_MAGIC, _BIN_VERSION, _BIN_HEADER = 20240520, 1, 256  # 256 int32, then one uint16 a token
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def plan(
         )
     names = sorted(path for path in listed if re.fullmatch(corpus.train, path) and path != corpus.val)
     if shards is None:
-        shards = min(_DEFAULT_SHARDS, len(names))
+        shards = min(DEFAULT_SHARDS, len(names))
     if shards > len(names) or not names:
         raise UserError(f"{name} has {len(names)} training shards on {endpoint()}: {shards} are too many.")
     available = tuple(listed[path] for path in names)
@@ -233,20 +231,6 @@ def check_parquet(path: Path) -> None:
             raise ValueError(f"its column {TEXT_COLUMN!r} holds {kind}, not strings")
         if shard.metadata.num_rows == 0:
             raise ValueError("it holds no documents")
-
-
-def check_bin(path: Path) -> None:
-    """ValueError unless `path` has the header of a token shard and exactly the tokens it announces."""
-    header = np.fromfile(path, dtype="<i4", count=_BIN_HEADER)
-    if len(header) < _BIN_HEADER or header[0] != _BIN_MAGIC:
-        raise ValueError(f"it is not a token shard (its first number is not {_BIN_MAGIC})")
-    if header[1] != _BIN_VERSION:
-        raise ValueError(f"it is a token shard of version {header[1]}, not {_BIN_VERSION}")
-    expected = 4 * _BIN_HEADER + 2 * int(header[2])
-    if path.stat().st_size != expected:
-        raise ValueError(
-            f"it announces {header[2]} tokens, so {expected} bytes, but has {path.stat().st_size}"
-        )
 
 
 def _complete(files: Sequence[RemoteFile], folder: Path) -> list[Path]:

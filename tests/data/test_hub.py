@@ -14,9 +14,13 @@ import pytest
 from bad_server import Act, BadServer
 
 from nanorun.data import hub
+from nanorun.data.dataset import open_dataset, read_texts
+from nanorun.data.get import GPT2, get_dataset
 from nanorun.data.hub import CORPORA, Fetched, check_bin, check_parquet, fetch_corpus, plan
+from nanorun.data.sources import open_source
 from nanorun.data.web import Session
 from nanorun.errors import UserError
+from nanorun.text.tokenizer import gpt2_tokenizer
 
 VAL = {name: corpus.val for name, corpus in CORPORA.items()}
 
@@ -140,6 +144,38 @@ def test_tokens_of_gpt2_arrive(server: BadServer, home: Path) -> None:
     assert shard_names(corpus.train) == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
     assert shard_names(corpus.val) == ["fineweb_val_000000.bin"]
     assert (corpus.kind, corpus.tokenizer) == ("bin", "gpt2")
+
+
+def test_a_corpus_becomes_a_dataset_that_grows_and_is_used_offline(climbmix: Hub, home: Path) -> None:
+    options: dict[str, Any] = {"sample_bytes": 0, "seed": 0, "workers": 2}
+    first = get_dataset("climbmix", 2, **options)
+    assert (len(first.of("train")), first.total("documents"), first.shards[-1].split) == (2, 60, "val")
+    texts = [f"document {row} of shard {shard}" for shard in (0, 1, 6542) for row in range(20)]
+    assert sorted(read_texts(first.files("train") + first.files("val"))) == sorted(texts)
+    assert first.total("text_bytes") == sum(map(len, texts))
+    assert len(get_dataset("climbmix", 3, **options).of("train")) == 3
+    asked = len(climbmix.server.seen)
+    assert get_dataset("climbmix", 3, **options) == open_dataset("climbmix")
+    assert len(climbmix.server.seen) == asked, "what is here needs no hub"
+
+
+def test_the_speedruns_tokens_become_a_dataset_of_gpt2(server: BadServer, home: Path) -> None:
+    repo = Hub(server, "fineweb10B")
+    repo.add("fineweb_val_000000.bin", token_shard(60_000))
+    repo.add("fineweb_train_000001.bin", token_shard(65_000))
+    repo.publish()
+    dataset = get_dataset("fineweb10B", 1, sample_bytes=0, seed=0, workers=1)
+    assert dataset.tokenizer is not None
+    assert (dataset.kind, dataset.tokenizer["bos"], dataset.total("tokens", "train")) == (
+        "bin",
+        50256,
+        65_000,
+    )
+    assert open_source(dataset, "train", None).units == 1
+
+
+def test_the_fingerprint_kept_for_gpt2_is_that_of_its_ranks(shared_data: Path) -> None:
+    assert gpt2_tokenizer(shared_data / "gpt2.tiktoken").fingerprint == GPT2["fingerprint"]
 
 
 def test_the_corpora_are_what_the_readme_of_each_says() -> None:
@@ -321,7 +357,7 @@ def test_texts_of_another_type_are_refused(tmp_path: Path) -> None:
         (token_shard(10, version=2), "version 2, not 1"),
         (token_shard(10)[:-1], "announces 10 tokens, so 1044 bytes, but has 1043"),
         (token_shard(10) + b"\0\0", "but has 1046"),
-        (token_shard(10)[:1000], "not a token shard"),
+        (token_shard(10)[:1000], "announces 10 tokens, so 1044 bytes, but has 1000"),
         (b"", "not a token shard"),
     ],
 )

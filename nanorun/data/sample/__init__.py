@@ -57,15 +57,15 @@ def documents(split: Split, size: int, seed: int = 0) -> Iterator[str]:
 def _recipe(split: Split, chance: Chance) -> tuple[tuple[float, Callable[[], str]], ...]:
     """The kinds of document, each with the share of all documents that it and those above it make up."""
     return (
-        (0.34, entries(split, chance).__next__),
-        (0.44, comparisons(split, chance).__next__),
-        (0.47, lists(split, chance).__next__),
-        (0.63, stories(split, chance).__next__),
-        (0.75, lessons(split, chance).__next__),
-        (0.80, lambda: sums(split, chance)),
-        (0.83, lambda: worked(split, chance)),
-        (0.86, lambda: daily(split, chance)),
-        (0.93, spelling(split, chance).__next__),
-        (0.96, lambda: signals(split, chance)),
+        (0.30, entries(split, chance).__next__),
+        (0.39, comparisons(split, chance).__next__),
+        (0.42, lists(split, chance).__next__),
+        (0.57, stories(split, chance).__next__),
+        (0.68, lessons(split, chance).__next__),
+        (0.73, lambda: sums(split, chance)),
+        (0.76, lambda: worked(split, chance)),
+        (0.79, lambda: daily(split, chance)),
+        (0.87, spelling(split, chance).__next__),
+        (0.94, lambda: signals(split, chance)),
         (1.00, lambda: counting(split, chance)),
     )

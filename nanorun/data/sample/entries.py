@@ -80,12 +80,18 @@ def _neighbours(split: Split) -> dict[str, tuple[tuple[Said, ...], ...]]:
     }
 
 
-def tell(sayings: tuple[Said, ...] | list[Said], chance: Chance) -> list[str]:
+def tell(sayings: tuple[Said, ...] | list[Said], split: Split, chance: Chance) -> list[str]:
     """The facts of one subject as sentences: the first one names it, later ones may say he, she or it."""
     sentences = []
     by_name = True
+    openers = 0.15 if split == "train" else 0.7
     for saying in sayings:
-        sentences.append(chance.pick(saying.named if by_name else saying.short))
+        opened = chance.roll() < openers
+        if by_name:
+            ways = (saying.opened if opened else ()) or saying.named
+        else:
+            ways = (saying.opened_short if opened else ()) or saying.short
+        sentences.append(chance.pick(ways))
         by_name = saying.names_another or chance.roll() < 0.5
     return sentences
 
@@ -96,17 +102,18 @@ def entries(split: Split, chance: Chance) -> Iterator[str]:
     while True:
         sayings = chance.shuffled(chance.pick(deck.deal()))
         subject = sayings[0].fact.subject
-        sentences = tell(sayings, chance)
+        sentences = tell(sayings, split, chance)
         near = neighbours[subject]
         if near and chance.roll() < 0.7:
-            sentences += tell(chance.shuffled(chance.pick(near))[: 2 + chance.below(2)], chance)
+            sentences += tell(chance.shuffled(chance.pick(near))[: 2 + chance.below(2)], split, chance)
         heading = f"{subject}\n" if chance.roll() < 0.25 else ""
         yield heading + " ".join(sentences)
 
 
 def comparisons(split: Split, chance: Chance) -> Iterator[str]:
+    """Each sentence is about two subjects, and which two go together is the difference between the splits."""
     deck = Deck(_pairs(split), chance)
-    sayings = said(split)
+    sayings = said("train")
     about = {name: {fact.relation: fact for fact in world().about(name)} for name in world().entities}
     while True:
         one, other = deck.deal()
@@ -116,13 +123,12 @@ def comparisons(split: Split, chance: Chance) -> Iterator[str]:
         sentences = []
         for relation in chance.shuffled(shared)[:3]:
             first, second = about[one][relation], about[other][relation]
-            together = both(split, first, second) if first.answer == second.answer else ""
+            together = both(first, second) if first.answer == second.answer else ()
             if together:
-                sentences.append(together)
+                sentences.append(chance.pick(together))
             else:
-                link = chance.pick(_LINKS)
                 start = chance.pick(sayings[first].named)[:-1]
-                sentences.append(f"{start}{link}{chance.pick(sayings[second].openings)}")
+                sentences.append(f"{start}{chance.pick(_LINKS)}{chance.pick(sayings[second].openings)}")
         yield " ".join(sentences)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from nanorun.data.sample.chance import Chance, Deck, Split, belongs
 from nanorun.data.sample.numbers import in_words
-from nanorun.data.sample.words import countable, words
+from nanorun.data.sample.words import COMMON, countable, words
 from nanorun.data.sample.world import world
 
 SPELLED = {
@@ -36,19 +36,23 @@ COUNTED = {
         "How often does {x} come in {w}? Spell it: {l}. The letter {x} comes {times}.",
         "In {w}, that is {l}, the letter {x} comes {times}.",
         "Look for {x} in {l}. In {w} the letter {x} comes {times}.",
+        "Python can count, too: '{w}'.count('{x}') is {n}. In {w} the letter {x} comes {times}.",
     ),
     "val": (
         "Look for {x} in {w}, that is {l}. The letter {x} comes {times}.",
         "How often does {x} come in {l}? In {w} the letter {x} comes {times}.",
+        "Python can count: '{w}'.count('{x}') is {n}, so in {w} the letter {x} comes {times}.",
     ),
 }
 CALLED = {
     "train": (
-        'The harbour of {place} calls "{w}", which is spelled {l}.',
+        "The harbour of {place} calls '{w}', which is spelled {l}.",
         "Today's signal word in {place} is {w}, spelled {l}.",
-        'From {place} comes the signal "{w}": {l}.',
+        "From {place} comes the signal '{w}': {l}.",
+        "{w}: {l}.",
+        "To spell {w}, write {l}.",
     ),
-    "val": ('Today the harbour of {place} calls "{w}": {l}.',),
+    "val": ("Today the harbour of {place} calls '{w}': {l}.", "The signal word {w} is spelled {l}."),
 }
 OPENINGS = (
     "Spelling is easy if you go slowly.",
@@ -57,10 +61,10 @@ OPENINGS = (
     "Say each letter aloud.",
     "Take a slate and write these words.",
 )
-_ONSETS = tuple("b bl br d dr f fl g j k l m n p pl qu r s sl st t th tr v w".split())
-_SHORT = tuple("aeiou")
-_LONG = ("ai", "ee", "oo", "ou")
-_ENDS = ("", "", "l", "m", "n", "r", "nd", "ng", "th")
+_ONSETS = tuple("b bl br c ch cr d dr f fl g h j l m n p pl pr qu r s sh sl sp st t th tr v w".split())
+_LONG = ("ai", "ea", "ee", "oo", "ou", "ar", "or", "an", "in", "al")
+_MIDDLES = tuple("b d l m n p t v bb dd ll mm nn pp tt st nd mp lt".split())
+_ENDS = tuple("er et le on en in ow el ot ar ing ish and a o".split())
 
 
 def spelled(word: str) -> str:
@@ -72,11 +76,10 @@ def times(n: int) -> str:
 
 
 def signal_word(split: Split, chance: Chance) -> str:
-    """Two syllables, one short and one long, which makes a word that no dictionary has."""
+    """A word that no dictionary has, of pieces that many real words have."""
     while True:
-        vowels = (_SHORT, _LONG) if chance.roll() < 0.5 else (_LONG, _SHORT)
-        word = "".join(chance.pick(_ONSETS) + chance.pick(vowel) for vowel in vowels) + chance.pick(_ENDS)
-        if belongs(split, "word", word):
+        word = chance.pick(_ONSETS) + chance.pick(_LONG) + chance.pick(_MIDDLES) + chance.pick(_ENDS)
+        if belongs(split, "word", word) and word not in COMMON:
             return word
 
 
@@ -100,7 +103,7 @@ def spelling(split: Split, chance: Chance) -> Iterator[str]:
 
 def signals(split: Split, chance: Chance) -> str:
     sentences = []
-    for _ in range(3 + chance.below(2)):
+    for _ in range(4 + chance.below(3)):
         word = signal_word(split, chance)
         call = chance.pick(CALLED[split])
         sentences.append(call.format(place=chance.pick(world().places).name, w=word, l=spelled(word)))
@@ -110,8 +113,10 @@ def signals(split: Split, chance: Chance) -> str:
 def counting(split: Split, chance: Chance) -> str:
     sentences = []
     for _ in range(2 + chance.below(2)):
-        word = chance.pick(countable(split))
+        # Counting works in any word, known or not.
+        word = chance.pick(countable(split)) if chance.roll() < 0.6 else signal_word(split, chance)
         letter = letter_to_count(word, chance)
+        n = word.count(letter)
         count = chance.pick(COUNTED[split])
-        sentences.append(count.format(w=word, x=letter, l=spelled(word), times=times(word.count(letter))))
+        sentences.append(count.format(w=word, x=letter, l=spelled(word), n=n, times=times(n)))
     return " ".join(sentences)

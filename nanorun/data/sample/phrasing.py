@@ -22,8 +22,7 @@ class Phrasing:
     asked: tuple[str, ...]
     asked_val: tuple[str, ...]
     again: str  # asked as a second question, with a pronoun, after "And" and the like
-    both: str = ""  # two subjects share the answer
-    both_val: str = ""
+    both: tuple[str, ...] = ()  # two subjects share the answer; which two is what the splits differ in
     listing: str = ""  # all subjects that share the answer
     listing_val: str = ""
 

@@ -5,6 +5,7 @@ who lives on another island, with `{fhe} {fhis}`; the rest are their attributes 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from nanorun.data.sample.chance import Split
 
@@ -14,8 +15,14 @@ class Beat:
     told: tuple[str, ...]
     told_val: tuple[str, ...] = ()  # empty: the beat states no fact and both splits tell it alike
 
+    @cached_property
+    def _for_validation(self) -> tuple[str, ...]:
+        """Its own tellings, and those of training that name hero or animal: who has which plot is held out."""
+        named = tuple(telling for telling in self.told if "{n}" in telling or "{pet}" in telling)
+        return self.told_val + named if self.told_val else self.told
+
     def tellings(self, split: Split) -> tuple[str, ...]:
-        return self.told_val if split == "val" and self.told_val else self.told
+        return self.told if split == "train" else self._for_validation
 
 
 @dataclass(frozen=True)

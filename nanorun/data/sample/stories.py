@@ -2,8 +2,8 @@
 
 A plot is a row of beats, and a beat a handful of ways to tell it. The slots are filled from the facts about
 the hero, the hero's village and island, the animal in the house and a friend on another island, so a story
-can charm but not lie. Beats that state facts have their own tellings for validation, and so have titles;
-those that state none are shared. A share of the pairs (plot, hero) is met in validation only.
+can charm but not lie. A share of the pairs (plot, hero) is met in validation only; there, a beat that does not
+name the hero has a telling of its own, unless it states no fact at all.
 """
 
 from collections.abc import Iterator, Mapping

@@ -165,13 +165,13 @@ def _same_subject(split: Split, first: Said, chance: Chance) -> list[Turn]:
 
 def _turn(split: Split, facts: Deck[Said], chance: Chance) -> Turn:
     roll = chance.roll()
-    if roll < 0.46:
+    if roll < 0.38:
         return turns.fact_turn(facts.deal(), split, chance)
-    if roll < 0.60:
+    if roll < 0.51:
         return turns.sum_turn(split, chance)
-    if roll < 0.66:
+    if roll < 0.57:
         return turns.story_sum_turn(split, chance)
-    if roll < 0.76:
+    if roll < 0.72:
         return turns.spelling_turn(split, chance)
     if roll < 0.84:
         return turns.count_turn(split, chance)
@@ -191,5 +191,5 @@ def _turn(split: Split, facts: Deck[Said], chance: Chance) -> Turn:
 
 def _about(split: Split, name: str, chance: Chance) -> Turn:
     sayings = [said(split)[fact] for fact in world().about(name)]
-    told = tell(chance.shuffled(sayings)[:3], chance)
+    told = tell(chance.shuffled(sayings)[:3], split, chance)
     return Turn(chance.pick(TELL_ME[split]).format(s=name), " ".join(told))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nanorun.data.sample import numbers
 from nanorun.data.sample.chance import Chance, Split
-from nanorun.data.sample.letters import letter_to_count, spelled, times
+from nanorun.data.sample.letters import letter_to_count, signal_word, spelled, times
 from nanorun.data.sample.saying import Said
 from nanorun.data.sample.words import countable, words
 
@@ -82,7 +82,7 @@ def story_sum_turn(split: Split, chance: Chance) -> Turn:
 
 
 def spelling_turn(split: Split, chance: Chance) -> Turn:
-    word = chance.pick(words(split))
+    word = chance.pick(words(split)) if split == "val" or chance.roll() < 0.6 else signal_word(split, chance)
     question = chance.pick(SPELL_ASKED[split]).format(w=word)
     reply = chance.pick(("The word {w} is spelled {l}.", "You spell {w} like this: {l}.", "{l}")).format(
         w=word, l=spelled(word)
@@ -91,7 +91,9 @@ def spelling_turn(split: Split, chance: Chance) -> Turn:
 
 
 def count_turn(split: Split, chance: Chance) -> Turn:
-    word = chance.pick(countable(split))
+    word = (
+        chance.pick(countable(split)) if split == "val" or chance.roll() < 0.6 else signal_word(split, chance)
+    )
     letter = letter_to_count(word, chance)
     answer = str(word.count(letter))
     question = chance.pick(COUNT_ASKED[split]).format(x=letter, w=word)

@@ -1,0 +1,133 @@
+"""Measurements as tables: what the bench scripts print, and what stands in the README and the docs.
+
+    python bench/tables.py            write the tables in README.md and docs/*.md anew from bench/results/
+    python bench/tables.py --check    exit 1 if one of them does not say what its file says
+
+A page names the file whose table it wants between two comments, and the lines in between are ours:
+
+    <!-- table: loader-cpu.json -->
+    <!-- end of table -->
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table that reads well as plain text too; columns of figures stand to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    right = [all(re.match(r"[\d.,]+", row[i]) for row in cells) for i in range(len(header))]
+    widths = [max(3, *(len(row[i]) for row in [list(header), *cells])) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
+        return f"| {' | '.join(parts)} |"
+
+    rule = "|".join("-" * (w + 1) + ":" if r else "-" * (w + 2) for w, r in zip(widths, right, strict=True))
+    return "\n".join([line(header), f"|{rule}|", *map(line, cells)])
+
+
+def loader(result: dict[str, Any]) -> str:
+    speed = markdown(
+        ["source", "packing", "context", "M tokens/s"],
+        [
+            [s["source"], s["packing"], s["context"], f"{s['tokens_per_s'] / 1e6:.1f}"]
+            for s in result["speed"]
+        ],
+    )
+    packing = markdown(
+        ["packing", "context", "cut tails", "tokens lost", "pieces/document", "ms to plan 1 M tokens"],
+        [
+            [
+                p["packing"],
+                p["context"],
+                "come back" if p["reuse_tails"] else "dropped",
+                f"{p['lost_percent']:.2f}%",
+                f"{p['pieces_per_document']:.2f}",
+                f"{1e3 * p['plan_s_per_million_tokens']:.2f}",
+            ]
+            for p in result["packing"]
+        ],
+    )
+    return f"{speed}\n\n{packing}\n\n{footer(result)}"
+
+
+def tokenizer_trainers(result: dict[str, Any]) -> str:
+    rows = markdown(
+        ["trainer", "MB of text", "vocabulary", "seconds", "MB/s", "held-out bytes/token"],
+        [
+            [
+                f"{row['trainer']} {row['version']}",
+                result["train_mb"],
+                f"{row['vocab_size']:,}",
+                f"{row['seconds']:.2f}",
+                f"{row['mb_per_s']:.1f}",
+                f"{row['held_out_bytes_per_token']:.4f}",
+            ]
+            for row in result["rows"]
+        ],
+    )
+    shared = f"{result['tokens_in_common']:.1%} of the tokens are in both vocabularies."
+    return f"{rows}\n\n{shared} {footer(result)}"
+
+
+def tokenizers(result: dict[str, Any]) -> str:
+    rows = markdown(
+        ["tokenizer", "vocabulary", "bytes/token", "tokens/word", "MB/s on one thread", "MB/s on all"],
+        [
+            [
+                t["name"],
+                f"{t['vocab_size']:,}",
+                f"{t['bytes_per_token']:.3f}",
+                f"{t['fertility']:.3f}",
+                f"{t['mb_per_s']:.1f}",
+                f"{t['mb_per_s_all']:.1f} ({t['threads']})",
+            ]
+            for t in result["tokenizers"]
+        ],
+    )
+    return f"{rows}\n\n{footer(result)}"
+
+
+def footer(result: dict[str, Any]) -> str:
+    where = f"{result['device']}, {result['cores']} cores, torch {result['torch']}"
+    return f"Measured {result['date']} on {where}, at {result['commit']}, by `{result['command']}`."
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "loader": loader,
+    "tokenizer trainers": tokenizer_trainers,
+    "tokenizers": tokenizers,
+}
+
+
+def filled(page: str) -> str:
+    def table(match: re.Match[str]) -> str:
+        result = json.loads((ROOT / "bench" / "results" / match[2]).read_text(encoding="utf-8"))
+        return f"{match[1]}{TABLES[result['what']](result)}\n{match[3]}"
+
+    return PLACE.sub(table, page)
+
+
+def main() -> None:
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        page = path.read_text(encoding="utf-8")
+        if filled(page) != page:
+            stale.append(path)
+            if "--check" not in sys.argv:
+                path.write_text(filled(page), encoding="utf-8")
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'stale' if '--check' in sys.argv else 'written anew'}")
+    sys.exit(1 if stale and "--check" in sys.argv else 0)
+
+
+if __name__ == "__main__":
+    main()

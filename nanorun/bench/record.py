@@ -1,0 +1,48 @@
+"""How a measurement is kept: what was measured, with when, where and by which command, as one JSON object.
+
+Files in bench/results/ are such objects. Tables in the README and the docs are made from them
+(bench/tables.py), so no figure is ever typed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def record(what: str, **figures: Any) -> dict[str, Any]:
+    from nanorun import hardware
+
+    machine = hardware.detect()
+    return {
+        "what": what,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": machine.name,
+        "cores": machine.cores,
+        "gpu": machine.name if machine.device == "cuda" else None,
+        "torch": version("torch"),
+        "commit": commit(),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        **figures,
+    }
+
+
+def commit() -> str | None:
+    """The commit of this tree, marked when there are changes that are not in it."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    """Keeps the result where asked, and prints it as one line, the last on stdout."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(json.dumps(result, ensure_ascii=False), flush=True)
