@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+from tables import TABLES
 
 from nanorun.bench.record import record, save
 from nanorun.data.dataset import open_dataset

@@ -6,6 +6,7 @@ Files in bench/results/ are such objects. Tables in the README and the docs are 
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -26,16 +27,25 @@ def record(what: str, **figures: Any) -> dict[str, Any]:
         "gpu": machine.name if machine.device == "cuda" else None,
         "torch": version("torch"),
         "commit": commit(),
-        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": command(),
         **figures,
     }
+
+
+def command() -> str:
+    """What was typed."""
+    program = Path(sys.argv[0])
+    ours = program.name in ("nanorun", "__main__.py")
+    return shlex.join([*(["nanorun"] if ours else ["python", os.path.relpath(program)]), *sys.argv[1:]])
 
 
 def commit() -> str | None:
     """The commit of this tree, marked when there are changes that are not in it."""
     try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10)
+        describe = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+        found = subprocess.run(
+            describe, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10
+        )
     except OSError:
         return None
     return found.stdout.strip() or None

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nanorun import home
+from nanorun.bench.record import record
 from nanorun.console import Progress, say
 from nanorun.data.dataset import Dataset, read_texts
 from nanorun.data.get import newest_text
@@ -49,12 +50,13 @@ def evaluate(names: Iterable[str], data: str | None, max_bytes: int) -> dict[str
     others = [tokenizer for tokenizer in at_hand() if tokenizer.name not in named]
     say(f"encoding {len(texts):,} validation documents of '{dataset.name}'")
     reports = evaluate_tokenizers(texts, [*tokenizers, *others])
-    return {
-        "data": dataset.name,
-        "documents": len(texts),
-        "bytes": sum(len(text.encode()) for text in texts),
-        "tokenizers": [{**vars(report), "kinds": dict(report.kinds)} for report in reports],
-    }
+    return record(
+        "tokenizers",
+        data=dataset.name,
+        documents=len(texts),
+        bytes=sum(len(text.encode()) for text in texts),
+        tokenizers=[{**vars(report), "kinds": dict(report.kinds)} for report in reports],
+    )
 
 
 def _at_most(texts: Iterator[str], max_bytes: int, bar: Progress | None = None) -> Iterator[str]:
