@@ -7,6 +7,7 @@ under a real name; what it leaves under a hidden name is swept away by the next 
 
 import errno
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -48,15 +49,16 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to write in, which becomes `final` when the block ends well and vanishes when it does not.
 
     Only whole folders ever appear under `final`. With `replace`, the old one stays until the new one is
-    ready. This does not survive a power failure between the two renames of a replacement: the old folder
-    is then found under a hidden name beside it.
+    ready; a machine that dies between the two renames of a replacement leaves the old one under a hidden
+    name, and the next writer puts it back.
     """
     taken = UserError(f"{final} exists already: choose another name, or replace it with --replace.")
-    if final.exists() and not replace:
-        raise taken
     final.parent.mkdir(parents=True, exist_ok=True)
     _sweep(final)
-    work = final.parent / f".{final.name}.writing-{os.getpid()}"
+    if final.exists() and not replace:
+        raise taken
+    me = f"{platform.node()}-{os.getpid()}"
+    work = final.parent / f".{final.name}.writing-{me}"
     work.mkdir()
     try:
         yield work
@@ -64,7 +66,7 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
         if final.exists() and not replace:  # another process was faster
             raise taken
         if final.exists():
-            old = final.parent / f".{final.name}.old-{os.getpid()}"
+            old = final.parent / f".{final.name}.old-{me}"
             final.rename(old)
             work.rename(final)
             shutil.rmtree(old)
@@ -88,10 +90,14 @@ def newest(folder: Path, marker: str) -> str | None:
 
 
 def _sweep(final: Path) -> None:
-    """Removes what writers of `final` that no longer run have left behind."""
-    for left in final.parent.glob(f".{final.name}.writing-*"):
+    """Clears up after writers of `final` on this machine that no longer run."""
+    for left in final.parent.glob(f".{final.name}.*-{platform.node()}-*"):
         pid = left.name.rpartition("-")[2]
-        if pid.isdigit() and not _alive(int(pid)):
+        if not pid.isdigit() or _alive(int(pid)):
+            continue
+        if left.name.startswith(f".{final.name}.old-") and not final.exists():
+            left.rename(final)
+        else:
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -72,9 +72,11 @@ def _tokenizer() -> dict[str, Any]:
 def show(result: dict[str, Any]) -> str:
     """A look at the world and at how the tokenizer cuts it up."""
     tokenizer = open_tokenizer(TOKENIZER)
-    documents = list(islice(sample.documents("val", 10**6), 4))
+    early = list(islice(sample.documents("val", 10**6), 100))
+    told = sorted((text for text in early if not any(c.isdigit() for c in text)), key=len)
+    documents = [*told[-3:], next(text for text in early if " + " in text)]
     talk = next(c for c in sample.conversations("train", 1000) if _calculates(c))
-    text = documents[1].split("\n")[0]
+    text = ". ".join(documents[0].rpartition("\n")[2].split(". ")[:2]) + "."
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text)]
     lines = [
         "",

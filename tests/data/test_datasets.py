@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,17 @@ def test_a_killed_writer_leaves_nothing_under_the_name_and_the_next_one_sweeps(h
     (tmp_path / "slow.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     add_files([tmp_path / "slow.jsonl"])
     assert os.listdir(home / "data") == ["slow"]
+
+
+def test_a_replacement_that_died_between_its_two_renames_is_undone(home, corpus):
+    add_files([corpus])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    old = home / "data" / f".corpus.old-{platform.node()}-{dead.pid}"
+    (home / "data" / "corpus").rename(old)
+    with pytest.raises(UserError, match="exists already"):
+        add_files([corpus])
+    assert open_dataset("corpus").total("documents") == 2500
 
 
 def test_two_writers_of_one_name_cannot_mix(home):

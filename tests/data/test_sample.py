@@ -32,12 +32,12 @@ from nanorun.data.sample.world import an, capital
 
 SPLITS = ("train", "val")
 PINS = {
-    ("documents", "train"): "",
-    ("documents", "val"): "",
-    ("conversations", "train"): "",
-    ("conversations", "val"): "",
-    ("questions", "train"): "",
-    ("questions", "val"): "",
+    ("documents", "train"): "d8dccb6eb869a0cbed567519ca3030a7a01d8fc98e09204df706ecee20a1db93",
+    ("documents", "val"): "0cc0e4d16076230035b38fc1e14daa50fa622a2cc5266cc3f878972c4431eb41",
+    ("conversations", "train"): "c4fceebe78e5ee55231f98ec8d501a668de562fa5604b994929224c6deeac2c1",
+    ("conversations", "val"): "a0f4f526fdd055889615d5af2a5d6448338419de9fff652fa3a673bbf2268900",
+    ("questions", "train"): "27b33d747d8e6649b82bfe03c5a39e8eacad6f81c5903963990f75aa1aa29929",
+    ("questions", "val"): "d206c97e2a5cde27d09fd0e2c74be9c5a7d29aa690fab2e816bf932c3d8eb0c7",
 }
 FACTS = {(fact.subject, fact.relation): fact.answer for fact in world().facts}
 NAMES = tuple(world().entities)
@@ -391,24 +391,23 @@ def test_every_spelling_is_right(texts: dict[str, list[str]], talks: dict[str, l
 def test_letters_are_counted_right(
     texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
 ) -> None:
+    told = re.compile(
+        r"(?:[Ii]n (\w+)(?:, that is \S+,)? the|(\w(?:-\w)+)\. The) letter (\w) comes (\d+) (times?)\b"
+    )
+    by_hand = [
+        reply for split in SPLITS for reply in messages(talks[split], "assistant") if "Letter by" in reply
+    ]
     checked = 0
-    for split in SPLITS:
-        for text in texts[split] + messages(talks[split], "assistant"):
-            for letter, n, rest in re.findall(r"letter (\w) comes (\d+) times?(?: in (\w+))?", text):
-                if rest:
-                    assert rest.count(letter) == int(n), text
-                    checked += 1
-            for word, letter, n in re.findall(
-                r"In (\w+)(?:, that is \S+)? the letter (\w) comes (\d+) time", text
-            ):
-                assert word.count(letter) == int(n), text
-                checked += 1
-            for word, letter, n in re.findall(
-                r"(?:come in|for \w in) (\w+)[^.]*\. The letter (\w) comes (\d+)", text
-            ):
-                assert word.count(letter) == int(n), text
-                checked += 1
-    assert checked > 500
+    for text in texts["train"] + texts["val"] + by_hand:
+        found = told.findall(text)
+        assert len(found) == len(re.findall(r"\bletter \w comes \d", text)), text
+        for word, run, letter, n, times in found:
+            assert (word or run.replace("-", "")).count(letter) == int(n), text
+            assert times == ("time" if n == "1" else "times")
+            checked += 1
+        for word, letter, n in re.findall(r"'(\w+)'\.count\('(\w)'\) is (\d+)", text):
+            assert word.count(letter) == int(n), text
+    assert checked > 1_000
 
 
 def test_validation_spells_words_that_training_never_spells(

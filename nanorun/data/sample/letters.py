@@ -62,8 +62,8 @@ OPENINGS = (
     "Take a slate and write these words.",
 )
 _ONSETS = tuple("b bl br c ch cr d dr f fl g h j l m n p pl pr qu r s sh sl sp st t th tr v w".split())
-_LONG = ("ai", "ea", "ee", "oo", "ou", "ar", "or", "an", "in", "al")
-_MIDDLES = tuple("b d l m n p t v bb dd ll mm nn pp tt st nd mp lt".split())
+_SHORT = (tuple("aeo"), tuple("bb dd ll mm nn pp tt st nd mp".split()))  # a short vowel, two consonants
+_LONG = (tuple("ai ea ee oo ou ar or".split()), tuple("bdlmnptv"))  # a long one and a single consonant
 _ENDS = tuple("er et le on en in ow el ot ar ing ish and a o".split())
 
 
@@ -78,7 +78,8 @@ def times(n: int) -> str:
 def signal_word(split: Split, chance: Chance) -> str:
     """A word that no dictionary has, of pieces that many real words have."""
     while True:
-        word = chance.pick(_ONSETS) + chance.pick(_LONG) + chance.pick(_MIDDLES) + chance.pick(_ENDS)
+        vowels, middles = _SHORT if chance.roll() < 0.5 else _LONG
+        word = chance.pick(_ONSETS) + chance.pick(vowels) + chance.pick(middles) + chance.pick(_ENDS)
         if belongs(split, "word", word) and word not in COMMON:
             return word
 

@@ -70,7 +70,7 @@ PLOTS = (
             _LOOKING,
             Beat(
                 (
-                    "Then {n} heard a noise in the garden. It was {pet} the {kind}.",
+                    "Then {n} heard {pet} the {kind} in the garden.",
                     "At last {he} thought of {pet}, {his} {colour} {kind}.",
                     "Only {pet} the {kind} was quiet, and that was odd.",
                 ),

@@ -19,7 +19,7 @@ from nanorun.data.sample.phrases_places import PLACES
 from nanorun.data.sample.phrasing import Phrasing
 from nanorun.data.sample.world import POSSESSIVE, Fact, an, capital, listed, pronoun, world
 
-# A hash decides for each fact, phrasing and opener which split has the combination.
+# A hash decides for each opener, phrasing and answer which split has the combination.
 OPENERS = (
     "They say that ",
     "As everyone knows, ",
@@ -101,7 +101,7 @@ def _say(fact: Fact, split: Split) -> Said:
         for template in phrasing.said
         if template.startswith(("{s} ", "{p} ")) and not template.startswith("{s} the ")
         for opener in OPENERS
-        if belongs(split, "said", fact.subject, template, opener)
+        if belongs(split, "said", opener, template, fact.answer)
     )
     return Said(
         fact=fact,

@@ -84,9 +84,8 @@ def story_sum_turn(split: Split, chance: Chance) -> Turn:
 def spelling_turn(split: Split, chance: Chance) -> Turn:
     word = chance.pick(words(split)) if split == "val" or chance.roll() < 0.6 else signal_word(split, chance)
     question = chance.pick(SPELL_ASKED[split]).format(w=word)
-    reply = chance.pick(("The word {w} is spelled {l}.", "You spell {w} like this: {l}.", "{l}")).format(
-        w=word, l=spelled(word)
-    )
+    # Straight to the letters: to say the word again first is one more chance for a small model to garble it.
+    reply = chance.pick(("{l}", "It is spelled {l}.", "Letter by letter: {l}.")).format(l=spelled(word))
     return Turn(question, reply, spelled(word))
 
 
@@ -97,7 +96,7 @@ def count_turn(split: Split, chance: Chance) -> Turn:
     letter = letter_to_count(word, chance)
     answer = str(word.count(letter))
     question = chance.pick(COUNT_ASKED[split]).format(x=letter, w=word)
-    told = f"The letter {letter} comes {times(word.count(letter))} in {word}."
+    told = f"The letter {letter} comes {times(word.count(letter))}."
     if chance.roll() < 0.3:
         return Turn(question, f"Letter by letter: {spelled(word)}. {told}", answer)
     return Turn(question, _calculated(f"'{word}'.count('{letter}')", answer, f" {told}", chance), answer)

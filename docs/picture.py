@@ -1,0 +1,51 @@
+"""Draws docs/images/speedrun.svg: what `nanorun speedrun` really prints in an empty home.
+
+python docs/picture.py
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [sys.executable, "-m", "nanorun", "speedrun"],
+            cwd=ROOT,
+            env={**os.environ, "NANORUN_HOME": home},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed = (done.stderr + done.stdout).replace(home + "/", "")
+    console = Console(record=True, width=104, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(Text("$ make speedrun", style="bold green"))
+    for line in printed.splitlines():
+        if line.isupper() or line.startswith("HOW "):
+            console.print(Text(line, style="bold cyan"))
+        elif "│" in line:
+            tokens = Text()
+            for i, piece in enumerate(line.split("│")):
+                tokens.append(
+                    piece, style=("black on #a6e3a1", "black on #89b4fa", "black on #f9e2af")[i % 3]
+                )
+            console.print(tokens)
+        else:
+            console.print(Text(line))
+    path = ROOT / "docs" / "images" / "speedrun.svg"
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="nanorun"), flags=re.DOTALL)
+    path.write_text(svg, encoding="utf-8")  # without rich's web fonts: a picture asks nobody for anything
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""Tests in this folder need a CUDA device; everywhere else they are skipped, and say so."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here (make test-gpu runs these on a machine that has one)")
