@@ -2,7 +2,8 @@
 
 A tokenizer hides letters from a model, which sees "lantern" as one or two numbers. Here the letters are
 spelled out, l-a-n-t-e-r-n, for names, for common words, and for the invented "signal words" that harbours
-call to each other: there is no end of those, so that pieces of words get spelled in many surroundings.
+call to each other: there is no end of those, so that pieces of words get spelled in many surroundings. Calls
+are echoed, too.
 """
 
 from collections.abc import Iterator
@@ -54,6 +55,15 @@ CALLED = {
     ),
     "val": ("Today the harbour of {place} calls '{w}': {l}.", "The signal word {w} is spelled {l}."),
 }
+# An echo is the plainest lesson in copying, which a model needs before it can use a calculator.
+ECHOED = {
+    "train": (
+        "A boat off {place} calls {call}, and the watch calls back: {call}.",
+        "'{call}?' asks the ferry. '{call}!' answers {place}.",
+        "{place} sends {call}. The next harbour passes it on: {call}.",
+    ),
+    "val": ("A boat calls {call}, and the watch of {place} passes it on: {call}.",),
+}
 OPENINGS = (
     "Spelling is easy if you go slowly.",
     "Here are some words and their letters.",
@@ -104,11 +114,23 @@ def spelling(split: Split, chance: Chance) -> Iterator[str]:
 
 def signals(split: Split, chance: Chance) -> str:
     sentences = []
-    for _ in range(4 + chance.below(3)):
-        word = signal_word(split, chance)
-        call = chance.pick(CALLED[split])
-        sentences.append(call.format(place=chance.pick(world().places).name, w=word, l=spelled(word)))
+    for _ in range(3 + chance.below(3)):
+        place = chance.pick(world().places).name
+        if chance.roll() < 0.5:
+            word = signal_word(split, chance)
+            sentences.append(chance.pick(CALLED[split]).format(place=place, w=word, l=spelled(word)))
+        else:
+            echo = chance.pick(ECHOED[split])
+            sentences.append(echo.format(place=place, call=_call(split, chance)))
     return " ".join(sentences)
+
+
+def _call(split: Split, chance: Chance) -> str:
+    """A few numbers and signal words, such as '47 flooven 8'."""
+    return " ".join(
+        str(1 + chance.below(200)) if chance.roll() < 0.6 else signal_word(split, chance)
+        for _ in range(2 + chance.below(2))
+    )
 
 
 def counting(split: Split, chance: Chance) -> str:

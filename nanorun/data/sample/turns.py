@@ -58,6 +58,7 @@ COUNT_ASKED = {
         "How often is the letter {x} in the word {w}?",
     ),
 }
+_SPELLED = ("The word {w} is spelled {l}.", "You spell {w} like this: {l}.", "{l}")
 _LEADS = ("Let me work that out: ", "Let me calculate: ", "I will use Python: ", "")
 
 
@@ -84,8 +85,7 @@ def story_sum_turn(split: Split, chance: Chance) -> Turn:
 def spelling_turn(split: Split, chance: Chance) -> Turn:
     word = chance.pick(words(split)) if split == "val" or chance.roll() < 0.6 else signal_word(split, chance)
     question = chance.pick(SPELL_ASKED[split]).format(w=word)
-    # Straight to the letters: to say the word again first is one more chance for a small model to garble it.
-    reply = chance.pick(("{l}", "It is spelled {l}.", "Letter by letter: {l}.")).format(l=spelled(word))
+    reply = chance.pick(_SPELLED).format(w=word, l=spelled(word))
     return Turn(question, reply, spelled(word))
 
 
@@ -96,7 +96,7 @@ def count_turn(split: Split, chance: Chance) -> Turn:
     letter = letter_to_count(word, chance)
     answer = str(word.count(letter))
     question = chance.pick(COUNT_ASKED[split]).format(x=letter, w=word)
-    told = f"The letter {letter} comes {times(word.count(letter))}."
+    told = f"The letter {letter} comes {times(word.count(letter))} in {word}."
     if chance.roll() < 0.3:
         return Turn(question, f"Letter by letter: {spelled(word)}. {told}", answer)
     return Turn(question, _calculated(f"'{word}'.count('{letter}')", answer, f" {told}", chance), answer)
