@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="a dataset of text")
     parser.add_argument("--tokens", required=True, help="the same dataset, tokenized")
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each speed")
+    parser.add_argument("--seconds", type=float, default=12.0, help="for each speed")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()

@@ -7,6 +7,8 @@ A page names the file whose table it wants between two comments, and the lines i
 
     <!-- table: loader-cpu.json -->
     <!-- end of table -->
+
+`<!-- table: loader-cpu.json brief -->` asks for the rows that matter most.
 """
 
 import json
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table: ([\w.-]+)( brief)? -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -108,10 +110,19 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+def brief(result: dict[str, Any]) -> dict[str, Any]:
+    if result["what"] == "loader":
+        chosen = {key: [row for row in result[key] if row["context"] == 2048] for key in ("speed", "packing")}
+        return {**result, **chosen}
+    return result
+
+
 def filled(page: str) -> str:
     def table(match: re.Match[str]) -> str:
         result = json.loads((ROOT / "bench" / "results" / match[2]).read_text(encoding="utf-8"))
-        return f"{match[1]}{TABLES[result['what']](result)}\n{match[3]}"
+        if match[3]:
+            result = brief(result)
+        return f"{match[1]}{TABLES[result['what']](result)}\n{match[4]}"
 
     return PLACE.sub(table, page)
 
