@@ -32,12 +32,12 @@ from nanorun.data.sample.world import an, capital
 
 SPLITS = ("train", "val")
 PINS = {
-    ("documents", "train"): "d8dccb6eb869a0cbed567519ca3030a7a01d8fc98e09204df706ecee20a1db93",
-    ("documents", "val"): "0cc0e4d16076230035b38fc1e14daa50fa622a2cc5266cc3f878972c4431eb41",
-    ("conversations", "train"): "c4fceebe78e5ee55231f98ec8d501a668de562fa5604b994929224c6deeac2c1",
-    ("conversations", "val"): "a0f4f526fdd055889615d5af2a5d6448338419de9fff652fa3a673bbf2268900",
-    ("questions", "train"): "27b33d747d8e6649b82bfe03c5a39e8eacad6f81c5903963990f75aa1aa29929",
-    ("questions", "val"): "d206c97e2a5cde27d09fd0e2c74be9c5a7d29aa690fab2e816bf932c3d8eb0c7",
+    ("documents", "train"): "c295ba7ae4c6af2cd50a849798bd31d289e57003bf3198faba3008b7bcc64ab9",
+    ("documents", "val"): "aa23086def08abe46404b0254f825f7aaa2dff36768906ed89090fe24c64108e",
+    ("conversations", "train"): "aa530cfa972e7103d6f0299976592d41d6733753999a3547f23d4ce22c43052d",
+    ("conversations", "val"): "8d566d3a024cea0341400abc8d1cdb8761cf7ef26482590ef7be0b523f424220",
+    ("questions", "train"): "2a967d5ebf3c3ad1a17cdf809b5bea45f1a3bba028d2228d898192008ef0fc26",
+    ("questions", "val"): "16bcd3ccc30d2d6b794e8932998d7f36ef0ad3e8470d5d994ee5884fc21debe2",
 }
 FACTS = {(fact.subject, fact.relation): fact.answer for fact in world().facts}
 NAMES = tuple(world().entities)

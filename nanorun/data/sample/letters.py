@@ -114,9 +114,9 @@ def spelling(split: Split, chance: Chance) -> Iterator[str]:
 
 def signals(split: Split, chance: Chance) -> str:
     sentences = []
-    for _ in range(3 + chance.below(3)):
+    for _ in range(4 + chance.below(3)):
         place = chance.pick(world().places).name
-        if chance.roll() < 0.5:
+        if chance.roll() < 0.7:
             word = signal_word(split, chance)
             sentences.append(chance.pick(CALLED[split]).format(place=place, w=word, l=spelled(word)))
         else:
