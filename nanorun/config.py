@@ -1,0 +1,259 @@
+"""What a run is: frozen dataclasses, and `scale`, which derives all of them from one dial, the depth.
+
+Depth fixes the width, the width and the vocabulary fix the number of parameters, parameters times a ratio
+fix how many tokens to train on, tokens fix the batch, and the batch fixes the rates. Each derived value can
+be set by hand, and then stays as set. Hardware never changes what is learned: it only chooses the
+micro-batch, the dtype and the attention backend.
+
+Every idea of the ladder is one field here, read in one place. `dataclasses.replace(config, field=value)`
+is how a variant is made, and `to_dict`/`from_dict` how a run remembers what it was.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from nanorun.errors import UserError
+
+VOCAB_MULTIPLE = 64
+REFERENCE_BATCH = 2**19  # tokens; the rates below were found at this batch ...
+REFERENCE_DEPTH = 12  # ... for a model of this depth
+DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
+
+Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    depth: int
+    dim: int
+    heads: int
+    kv_heads: int
+    vocab_size: int  # of the tokenizer; the tables are padded to a multiple of 64
+    context: int = 2048
+    windows: str = "SSSL"  # tiled over the layers, the last is always long
+    short_window: int | None = None  # None: a quarter of the context, rounded up to 128
+    mlp_ratio: int = 4
+    rope_base: float = 100_000.0
+    qk_gain: float = 1.2  # on queries and keys, after their norm
+    softcap: float = 15.0  # logits are 15·tanh(z/15)
+    value_embeddings: bool = True  # on every other layer, the last always
+    residual_scalars: bool = True  # x = λ·x + μ·x0 before each block
+    smear: bool = True  # each embedding sees a little of the one before
+    backout: bool = True  # subtract the middle of the stream before the last norm
+    document_mask: bool = False  # attention stays inside documents, positions restart
+    recompute: bool = False  # activations of a block are computed again instead of kept
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def window(self, layer: int) -> int:
+        """How many positions back layer sees, itself included."""
+        if layer == self.depth - 1 or self.windows[layer % len(self.windows)] == "L":
+            return self.context
+        short = self.short_window or -(-self.context // 4 // 128) * 128
+        return min(short, self.context)
+
+    def has_value_embedding(self, layer: int) -> bool:
+        return self.value_embeddings and layer % 2 == (self.depth - 1) % 2
+
+    def parameters(self) -> dict[str, int]:
+        """Parameters by group, without building the model."""
+        kv_dim = self.kv_heads * self.head_dim
+        attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
+        embedded = sum(self.has_value_embedding(layer) for layer in range(self.depth))
+        scalars = 2 * self.depth * self.residual_scalars + self.smear + self.backout
+        gates = embedded * VALUE_GATE_CHANNELS * self.kv_heads + SMEAR_GATE_CHANNELS * self.smear
+        return {
+            "matrices": self.depth * (attention + 2 * self.mlp_ratio * self.dim * self.dim),
+            "head": self.padded_vocab * self.dim,
+            "embedding": self.padded_vocab * self.dim,
+            "value_embeddings": embedded * self.padded_vocab * kv_dim,
+            "gates_and_scalars": gates + scalars,
+        }
+
+    @property
+    def scaling_parameters(self) -> int:
+        """What the number of tokens is measured against: matrices and head, no embeddings."""
+        groups = self.parameters()
+        return groups["matrices"] + groups["head"]
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(self.parameters().values())
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward and backward: 6 per matmul parameter, 12·heads·head_dim per key read by each layer."""
+        keys = sum(min(self.window(layer), self.context) for layer in range(self.depth))
+        return 6 * self.scaling_parameters + 12 * self.heads * self.head_dim * keys
+
+
+VALUE_GATE_CHANNELS = 12
+SMEAR_GATE_CHANNELS = 24
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Rates at their peak, as used (already scaled to the batch and width)."""
+
+    matrix_rate: float = 0.02
+    embedding_rate: float = 0.3
+    value_embedding_rate: float = 0.15
+    head_rate: float = 0.008
+    lambda_rate: float = 0.005
+    mu_rate: float = 0.5
+    gate_rate: float = 0.2  # smear, backout and value gates
+    matrix_decay: float = 0.28
+    orthogonalize: Literal["polar_express", "newton_schulz"] = "polar_express"
+    normuon: bool = True
+    cautious_decay: bool = True
+    nesterov: bool = True
+    beta2: float = 0.9  # of NorMuon's second moment
+    clip: float | None = None  # gradient norm
+    warmup_steps: int = 40
+    warmdown: float = 0.65  # the last part of the run
+    final_rate: float = 0.05
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int
+    batch_tokens: int = REFERENCE_BATCH
+    seed: int = 0
+    eval_every: int = 250
+    eval_tokens: int = 20_000_000
+    sample_every: int = 0  # 0: only at the end
+    save_every: int = 500
+    save_minutes: float = 30.0
+    keep_checkpoints: int = 2
+    packing: Literal["best_fit", "stream"] = "best_fit"
+    reuse_tails: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig
+    optim: OptimConfig
+    train: TrainConfig
+    data: str = "sample"
+    tokenizer: str = "sample"
+
+    @property
+    def tokens(self) -> int:
+        return self.train.steps * self.train.batch_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(record: Mapping[str, Any]) -> "Config":
+        parts = {"model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
+        try:
+            made = {name: _build(kind, record[name]) for name, kind in parts.items()}
+            return Config(**made, data=record["data"], tokenizer=record["tokenizer"])
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"This is not a configuration of nanorun ({error}): use a run's config.json."
+            ) from error
+
+
+def _build(kind: type, record: Mapping[str, Any]) -> Any:
+    known = {f.name for f in fields(kind)}
+    unknown = set(record) - known
+    if unknown:
+        raise UserError(
+            f"The configuration has fields this nanorun does not know: {', '.join(sorted(unknown))}."
+        )
+    return kind(**record)
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How long to train: one of these, or nothing for the default ratio."""
+
+    ratio: float | None = None
+    tokens: int | None = None
+    flops: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if len(given) > 1:
+            raise UserError(f"Give one of --{', --'.join(given)}: each of them fixes how long to train.")
+        if any(getattr(self, name) <= 0 for name in given):
+            raise UserError(f"--{given[0]} must be more than 0.")
+
+
+def scale_model(depth: int, vocab_size: int, context: int = 2048, **changes: Any) -> ModelConfig:
+    """The shape of a model of this depth."""
+    if depth < 1 or context < 2 or vocab_size < 2:
+        raise UserError(
+            f"A model of depth {depth}, context {context} and vocabulary {vocab_size} cannot be built."
+        )
+    dim = -(-depth * 64 // 128) * 128
+    head_dim = 32 if depth <= 4 else 128  # one wide head cannot copy
+    shape = {"dim": dim, "heads": dim // head_dim, "kv_heads": dim // head_dim}
+    model = ModelConfig(depth=depth, vocab_size=vocab_size, context=context, **{**shape, **changes})
+    if model.dim % model.heads or model.heads % model.kv_heads or model.head_dim % 2:
+        raise UserError(
+            f"{model.heads} heads and {model.kv_heads} kv heads do not divide a width of {model.dim} evenly."
+        )
+    return model
+
+
+def scale(
+    depth: int,
+    vocab_size: int,
+    *,
+    context: int = 2048,
+    horizon: Horizon | None = None,
+    batch_tokens: int | None = None,
+    data: str = "sample",
+    tokenizer: str = "sample",
+    model_changes: Mapping[str, Any] | None = None,
+    train_changes: Mapping[str, Any] | None = None,
+) -> Config:
+    """Everything from the one dial."""
+    horizon = horizon or Horizon()
+    model = scale_model(depth, vocab_size, context, **(model_changes or {}))
+    reference = scale_model(REFERENCE_DEPTH, vocab_size, context)
+    ratio = horizon.ratio or DEFAULT_RATIO
+    wanted = ratio * model.scaling_parameters
+    if horizon.tokens is not None:
+        wanted = horizon.tokens
+    elif horizon.flops is not None:
+        wanted = horizon.flops / model.flops_per_token
+    growth = wanted / (ratio * reference.scaling_parameters)  # D / D_d12
+    if horizon.steps is not None:
+        growth = model.scaling_parameters / reference.scaling_parameters
+    if batch_tokens is None:
+        batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * growth**0.383))
+        batch_tokens = max(batch_tokens, context)
+    batch_tokens = max(batch_tokens // context, 1) * context
+    steps = horizon.steps or max(round(wanted / batch_tokens), 1)
+    growth = steps * batch_tokens / (ratio * reference.scaling_parameters)
+
+    by_batch = math.sqrt(batch_tokens / REFERENCE_BATCH)
+    by_width = (model.dim / 768) ** -0.5
+    base = OptimConfig()
+    optim = replace(
+        base,
+        matrix_rate=base.matrix_rate * by_batch,
+        embedding_rate=base.embedding_rate * by_batch * by_width,
+        value_embedding_rate=base.value_embedding_rate * by_batch * by_width,
+        head_rate=base.head_rate * by_batch * by_width,
+        lambda_rate=base.lambda_rate * by_batch * by_width,
+        mu_rate=base.mu_rate * by_batch * by_width,
+        gate_rate=base.gate_rate * by_batch * by_width,
+        matrix_decay=base.matrix_decay * by_batch / growth,
+        warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
+    )
+    train = TrainConfig(steps=steps, batch_tokens=batch_tokens, **(train_changes or {}))
+    return Config(model, optim, train, data, tokenizer)
