@@ -1,0 +1,131 @@
+"""Causal attention with a window: one call, several ways to compute it, chosen once.
+
+Position i sees positions i - window + 1 to i, of its own document only when documents are masked. Queries
+may be fewer than keys, as in generation: they are then the last positions.
+
+    plain   the definition, with the whole matrix of scores: slow, exact in any dtype, the truth in tests
+    sdpa    torch's fused kernels; a window or documents become an explicit mask
+    cudnn   the same, held to cuDNN's kernel: the fastest here for a full window on Hopper
+    flex    FlexAttention, compiled: skips what a window or documents mask away; CUDA only
+
+`choose_backends` looks at the machine and the shape once, before training, and gives each layer its own.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from nanorun.config import Backend, ModelConfig
+from nanorun.errors import UserError
+
+# Shapes: B batch, T queries, S keys, H heads, K kv heads, D head dimension.
+
+
+def attend(
+    q_bthd: Tensor, k_bskd: Tensor, v_bskd: Tensor, window: int, backend: Backend, docs: Tensor | None = None
+) -> Tensor:
+    """Attention of (B, T, H, D) queries over (B, S, K, D) keys and values; `docs` (B, S) numbers documents."""
+    q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bskd, v_bskd))  # (B, H, T, D)
+    if backend == "plain":
+        out = _plain(q, k, v, window, docs)
+    elif backend == "flex":
+        out = _flex(q, k, v, window, docs)
+    else:
+        out = _sdpa(q, k, v, window, docs, backend)
+    return out.transpose(1, 2)
+
+
+def choose_backends(config: ModelConfig, device: torch.device, backend: Backend = "auto") -> tuple[Backend, ...]:
+    """The backend of each layer on this device."""
+    if backend == "flash":
+        raise UserError("FlashAttention has no kernel in this nanorun yet: choose auto, sdpa, cudnn, flex or plain.")
+    if backend != "auto":
+        if device.type != "cuda" and backend in ("cudnn", "flex"):
+            raise UserError(f"The attention backend '{backend}' needs a CUDA device: choose auto, sdpa or plain.")
+        return (backend,) * config.depth
+    if device.type != "cuda":
+        return ("sdpa",) * config.depth
+    hopper = torch.cuda.get_device_capability(device)[0] >= 9
+    full: Backend = "cudnn" if hopper and config.head_dim <= 128 else "sdpa"
+    masked: Backend = "flex" if config.head_dim >= 16 else "sdpa"
+    return tuple(
+        masked if config.document_mask or config.window(layer) < config.context else full
+        for layer in range(config.depth)
+    )
+
+
+def visible(q_len: int, k_len: int, window: int, device: torch.device, docs: Tensor | None) -> Tensor:
+    """Which keys each query sees: (T, S), or (B, 1, T, S) when documents are masked."""
+    q_at = torch.arange(k_len - q_len, k_len, device=device)[:, None]
+    k_at = torch.arange(k_len, device=device)[None, :]
+    seen = (k_at <= q_at) & (k_at > q_at - window)
+    if docs is not None:
+        same = docs[:, k_len - q_len :, None] == docs[:, None, :]
+        seen = seen & same[:, None]
+    return seen
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None) -> Tensor:
+    repeat = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = (q @ k.transpose(-2, -1)).float() if q.dtype != torch.float64 else q @ k.transpose(-2, -1)
+    scores = scores / q.size(-1) ** 0.5
+    scores = scores.masked_fill(~visible(q.size(2), k.size(2), window, q.device, docs), float("-inf"))
+    return scores.softmax(-1).to(q.dtype) @ v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None, backend: Backend) -> Tensor:
+    grouped = q.size(1) != k.size(1)
+    if docs is None and window >= k.size(2) and q.size(2) == k.size(2):
+        if backend == "cudnn":
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if docs is None and q.size(2) == 1 and window >= k.size(2):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    mask = visible(q.size(2), k.size(2), window, q.device, docs)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None) -> Tensor:
+    if docs is None:
+        mask = window_mask(q.size(2), k.size(2), window, str(q.device))
+    else:
+        mask = _document_mask(docs, q.size(2), window)
+    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
+    assert isinstance(out, Tensor)
+    return out
+
+
+@lru_cache(maxsize=32)
+def window_mask(q_len: int, k_len: int, window: int, device: str) -> BlockMask:
+    """The blocks that a window touches. Made once a shape, outside of compiled code (`prepare`)."""
+    shift = k_len - q_len
+
+    def seen(b: Any, h: Any, q_at: Any, k_at: Any) -> Any:
+        return (k_at <= q_at + shift) & (k_at > q_at + shift - window)
+
+    return create_block_mask(seen, None, None, q_len, k_len, device=device)
+
+
+def _document_mask(docs: Tensor, q_len: int, window: int) -> BlockMask:
+    shift = docs.size(1) - q_len
+
+    def seen(b: Any, h: Any, q_at: Any, k_at: Any) -> Any:
+        near = (k_at <= q_at + shift) & (k_at > q_at + shift - window)
+        return near & (docs[b, q_at + shift] == docs[b, k_at])
+
+    return create_block_mask(seen, docs.size(0), None, q_len, docs.size(1), device=docs.device)
+
+
+def prepare(config: ModelConfig, backends: Sequence[Backend], context: int, device: torch.device) -> None:
+    """Makes the window masks of a context ahead, so that compiled code finds them ready."""
+    for layer, backend in enumerate(backends):
+        if backend == "flex" and not config.document_mask:
+            window_mask(context, context, min(config.window(layer), context), str(device))

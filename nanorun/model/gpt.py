@@ -1,0 +1,247 @@
+"""The model: a decoder-only transformer with what is known today to train small GPTs fastest.
+
+    token ─ embedding ─ norm ─ smear ─┬─ block 0 ─ … ─ block n-1 ─ minus the middle ─ norm ─ head ─ softcap
+                                      └── x0, mixed back in before every block
+    block: x = λ·x + μ·x0;  x += attention(norm(x));  x += mlp(norm(x))
+
+- Norms have no parameters. There are no biases. Head and embedding are separate matrices.
+- Attention: rotary positions, then queries and keys are normed and scaled by 1.2; most layers see a short
+  window. On every other layer a second embedding of the token is added to the values, through a gate.
+- MLP: four times as wide, ReLU squared.
+- What writes into the stream (attention's and the MLP's last matrix) starts at zero, so at first every
+  block passes its input on and the model is an embedding and a head.
+- Smear lets each position see a little of the token before it, ahead of all attention. Backout subtracts
+  part of the stream's middle from its end: what only later layers needed to read need not be said.
+
+Weights are fp32 masters; activations are in the dtype given to `GPT` and weights are cast where they are
+used. The model knows nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanorun.config import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
+from nanorun.model.attention import attend
+from nanorun.model.loss import chunked_loss, plain_loss
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Linear(nn.Linear):
+    """Without bias; the fp32 weight is cast to the activation's dtype."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+        super().__init__()
+        self.config, self.backend = config, backend
+        self.window = config.window(layer)
+        kv_dim = config.kv_heads * config.head_dim
+        self.q = Linear(config.dim, config.dim)
+        self.k = Linear(config.dim, kv_dim)
+        self.v = Linear(config.dim, kv_dim)
+        self.out = Linear(config.dim, config.dim)
+        self.value_gate = (
+            Linear(VALUE_GATE_CHANNELS, config.kv_heads) if config.has_value_embedding(layer) else None
+        )
+
+    def forward(self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None) -> Tensor:
+        batch, time, _ = x.shape
+        config = self.config
+        q = self.q(x).view(batch, time, config.heads, config.head_dim)
+        k = self.k(x).view(batch, time, config.kv_heads, config.head_dim)
+        v = self.v(x).view(batch, time, config.kv_heads, config.head_dim)
+        if value is not None and self.value_gate is not None:
+            gate = 3 * torch.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
+            v = v + gate.unsqueeze(-1) * value.view_as(v)
+        q = norm(rotate(q, rope)) * config.qk_gain
+        k = norm(rotate(k, rope)) * config.qk_gain
+        mixed = attend(q, k, v, min(self.window, time), self.backend, docs)
+        return self.out(mixed.reshape(batch, time, config.dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.dim, config.mlp_ratio * config.dim)
+        self.down = Linear(config.mlp_ratio * config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+        super().__init__()
+        self.attention = Attention(config, layer, backend)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None) -> Tensor:
+        x = x + self.attention(norm(x), value, rope, docs)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """Build on the meta device, then `to_empty(device=...)` and `init_weights()`: no memory is used twice."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backends: tuple[Backend, ...] | None = None,
+        dtype: torch.dtype = torch.float32,
+        loss: Literal["chunked", "plain"] = "chunked",
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self._loss = chunked_loss if loss == "chunked" else plain_loss
+        backends = backends or ("sdpa",) * config.depth
+        vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
+        self.embed = nn.Embedding(vocab, config.dim)
+        self.value_embeds = nn.ModuleDict(
+            {str(i): nn.Embedding(vocab, kv_dim) for i in range(config.depth) if config.has_value_embedding(i)}
+        )
+        self.blocks = nn.ModuleList(Block(config, i, backends[i]) for i in range(config.depth))
+        self.head = Linear(config.dim, vocab)
+        if config.residual_scalars:
+            self.lambdas = nn.Parameter(torch.empty(config.depth))
+            self.mus = nn.Parameter(torch.empty(config.depth))
+        if config.smear:
+            self.smear_gate = Linear(SMEAR_GATE_CHANNELS, 1)
+            self.smear_scale = nn.Parameter(torch.empty(1))
+        if config.backout:
+            self.backout_scale = nn.Parameter(torch.empty(1))
+        half = torch.empty(config.context, config.head_dim // 2)
+        self.register_buffer("cos", half, persistent=False)
+        self.register_buffer("sin", half.clone(), persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fresh weights from torch's generator (seed it first), and the tables of rotary positions."""
+        config = self.config
+        spread = (3 / config.dim) ** 0.5  # a uniform of this half-width has standard deviation 1/√dim
+        nn.init.normal_(self.embed.weight, std=0.8)
+        nn.init.normal_(self.head.weight, std=0.001)
+        for embed in self.value_embeds.values():
+            nn.init.uniform_(embed.weight, -spread, spread)  # type: ignore[arg-type]
+        for block in self.blocks:
+            attention, mlp = block.attention, block.mlp
+            for linear in (attention.q, attention.k, attention.v):
+                nn.init.uniform_(linear.weight, -spread, spread)
+            nn.init.uniform_(mlp.up.weight, -0.4 * spread, 0.4 * spread)
+            nn.init.zeros_(attention.out.weight)
+            nn.init.zeros_(mlp.down.weight)
+            if attention.value_gate is not None:
+                nn.init.uniform_(attention.value_gate.weight, 0, 0.02)
+        if config.residual_scalars:
+            self.lambdas.copy_(torch.linspace(1.15, 1.05, config.depth))
+            self.mus.copy_(torch.linspace(0.20, 0.05, config.depth))
+        if config.smear:
+            nn.init.uniform_(self.smear_gate.weight, 0, 0.02)
+            nn.init.zeros_(self.smear_scale)
+        if config.backout:
+            nn.init.constant_(self.backout_scale, 0.2)
+        self.init_buffers()
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        """What is not trained and not saved: the rotary tables, in fp32."""
+        half = self.config.head_dim // 2
+        device = self.cos.device
+        frequency = self.config.rope_base ** -(torch.arange(half, device=device, dtype=torch.float32) / half)
+        angle = torch.arange(self.config.context, device=device, dtype=torch.float32)[:, None] * frequency
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
+
+    def hidden(self, tokens: Tensor, docs: Tensor | None = None) -> Tensor:
+        """The normed stream after the last block, (B, T, D). `docs` numbers the document of each token."""
+        config = self.config
+        if docs is None:
+            cos, sin = self.cos[: tokens.size(1), None], self.sin[: tokens.size(1), None]
+        else:
+            at = positions_in_documents(docs)
+            cos, sin = self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)
+        rope = (cos.to(self.dtype), sin.to(self.dtype))
+        x = norm(self.embed(tokens).to(self.dtype))
+        if config.smear:
+            x = self._smeared(x, docs)
+        start, middle = x, x
+        for i, block in enumerate(self.blocks):
+            if config.residual_scalars:
+                x = self.lambdas[i].to(x.dtype) * x + self.mus[i].to(x.dtype) * start
+            embed = self.value_embeds[str(i)] if config.has_value_embedding(i) else None
+            value = embed(tokens).to(x.dtype) if embed is not None else None
+            if config.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, value, rope, docs, use_reentrant=False)
+            else:
+                x = block(x, value, rope, docs)
+            if i == config.depth // 2:
+                middle = x
+        if config.backout:
+            x = x - self.backout_scale.to(x.dtype) * middle
+        return norm(x)
+
+    def forward(self, tokens: Tensor, targets: Tensor, docs: Tensor | None = None, per_token: bool = False) -> Tensor:
+        """The loss, in nats, summed over all targets but -1 (or of each token, 0 where there is none)."""
+        x = self.hidden(tokens, docs)
+        reduction = "none" if per_token else "sum"
+        return self._loss(
+            x, self.head.weight, targets, self.config.softcap, self.config.vocab_size, reduction=reduction
+        )
+
+    def logits(self, tokens: Tensor, docs: Tensor | None = None) -> Tensor:
+        """fp32 logits of every position (B, T, vocabulary), padding left out."""
+        z = self.head(self.hidden(tokens, docs))[..., : self.config.vocab_size].float()
+        cap = self.config.softcap
+        return cap * torch.tanh(z / cap) if cap else z
+
+    def _smeared(self, x: Tensor, docs: Tensor | None) -> Tensor:
+        gate = torch.sigmoid(self.smear_gate(x[:, 1:, :SMEAR_GATE_CHANNELS])) * self.smear_scale.to(x.dtype)
+        if docs is not None:
+            gate = gate * (docs[:, 1:] == docs[:, :-1]).unsqueeze(-1)
+        return torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Each pair of channels (i, i + half) turned by its position's angle."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+
+def positions_in_documents(docs: Tensor) -> Tensor:
+    """How far each token is behind the start of its document; documents are runs of equal numbers."""
+    at = torch.arange(docs.size(1), device=docs.device).expand_as(docs)
+    first = torch.ones_like(docs, dtype=torch.bool)
+    first[:, 1:] = docs[:, 1:] != docs[:, :-1]
+    return at - torch.where(first, at, 0).cummax(dim=1).values
+
+
+def build(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backends: tuple[Backend, ...] | None = None,
+    seed: int = 0,
+) -> GPT:
+    """A fresh model on the device."""
+    with torch.device("meta"):
+        model = GPT(config, backends, dtype)
+    model.to_empty(device=device)
+    torch.manual_seed(seed)
+    model.init_weights()
+    return model
