@@ -25,6 +25,10 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
 tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
+train_app = typer.Typer(help="Training: the base model.", no_args_is_help=True)
+bench_app = typer.Typer(help="Speed on this machine: training.", no_args_is_help=True)
+app.add_typer(train_app, name="train")
+app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(tok_app, name="tok")
 
@@ -200,6 +204,152 @@ def tok_eval(
 
     result = evaluate(tokenizer or [], data, parse_size(max_bytes))
     _show(result, as_json, tables.tokenizers_table(result))
+
+
+Depth = Annotated[
+    int, typer.Option(min=1, max=200, help="The one dial: layers, and all that follows from them.")
+]
+Ratio = Annotated[float | None, typer.Option(help="Train on this many tokens per parameter (default: 10.5).")]
+Tokens = Annotated[int | None, typer.Option(help="Train on this many tokens.")]
+Flops = Annotated[float | None, typer.Option(help="Train with this many FLOPs, such as 1e18.")]
+Steps = Annotated[int | None, typer.Option(help="Train for this many steps.")]
+Context = Annotated[int, typer.Option(min=2, help="Tokens in a row.")]
+BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in a step (default: by the horizon).")]
+DeviceBatch = Annotated[int | None, typer.Option(min=1, help="Rows in a micro-batch (default: what fits).")]
+Data = Annotated[str | None, typer.Option(help="The dataset (default: the newest).")]
+TokenizerName = Annotated[
+    str | None, typer.Option("--tokenizer", help="The tokenizer (default: the newest).")
+]
+BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa, cudnn or flex.")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile on CUDA.")]
+
+
+@app.command(epilog=_example("nanorun plan --depth 24 --gpu h100 --gpus 8"))
+def plan(
+    depth: Depth = 12,
+    vocab: Annotated[int, typer.Option(min=2, help="Tokens in the vocabulary.")] = 32768,
+    context: Context = 2048,
+    ratio: Ratio = None,
+    tokens: Tokens = None,
+    flops: Flops = None,
+    steps: Steps = None,
+    batch_tokens: BatchTokens = None,
+    device_batch: DeviceBatch = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU's name, such as h100 (default: this machine).")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Parameters, tokens, memory, minutes and cost of a run, before anything starts."""
+    from nanorun.config import Horizon, scale
+    from nanorun.plan import make_plan, plan_record, plan_table
+
+    horizon = Horizon(ratio, tokens, flops, steps)
+    config = scale(depth, vocab, context=context, horizon=horizon, batch_tokens=batch_tokens)
+    made = make_plan(config, gpu, gpus, device_batch)
+    _show(plan_record(made), as_json, plan_table(made))
+
+
+@train_app.command("base", epilog=_example("nanorun train base --depth 12 --data mine-mine-32768"))
+def train_base(
+    depth: Depth = 12,
+    name: Annotated[str | None, typer.Option(help="The run's name (default: base-dDEPTH).")] = None,
+    ratio: Ratio = None,
+    tokens: Tokens = None,
+    flops: Flops = None,
+    steps: Steps = None,
+    batch_tokens: BatchTokens = None,
+    device_batch: DeviceBatch = None,
+    context: Context = 2048,
+    data: Data = None,
+    tokenizer: TokenizerName = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the order of the data.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 500,
+    eval_every: Annotated[
+        int, typer.Option(min=0, help="Steps between evaluations (0: only at the end).")
+    ] = 250,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, a third more time.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
+    attention: BackendName = "auto",
+    compiled: Compile = True,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Start from a run's config.json.")
+    ] = None,
+    track: Annotated[str | None, typer.Option(help="Log to wandb or trackio as well.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start the run anew if it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Pretrains a model. A run whose folder exists goes on where it stopped."""
+    from nanorun import tables
+    from nanorun.config import Horizon
+    from nanorun.train import base
+
+    if config_file is not None:
+        config = base.read_config(config_file)
+    else:
+        config = base.configure(
+            depth,
+            horizon=Horizon(ratio, tokens, flops, steps),
+            context=context,
+            batch_tokens=batch_tokens,
+            data=data,
+            tokenizer=tokenizer,
+            model_changes={"recompute": recompute},
+            train_changes={"seed": seed, "save_every": save_every, "eval_every": eval_every},
+        )
+    options = base.Options(
+        name=name,
+        fresh=fresh,
+        device_batch=device_batch,
+        backend=_backend(attention),
+        compile=compiled,
+        deterministic=deterministic,
+        track=track,
+    )
+    summary = base.train_base(config, options)
+    _show(summary, as_json, tables.run_summary(summary))
+
+
+@bench_app.command("train", epilog=_example("nanorun bench train --depth 12 --json"))
+def bench_train(
+    depth: Depth = 12,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 20,
+    batch_tokens: BatchTokens = None,
+    device_batch: DeviceBatch = None,
+    context: Context = 2048,
+    data: Data = None,
+    tokenizer: TokenizerName = None,
+    attention: BackendName = "auto",
+    compiled: Compile = True,
+    save: Annotated[Path | None, typer.Option(help="Keep the result in this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tokens/s, MFU, memory and the time to the first step, on real packed data."""
+    from nanorun import tables
+    from nanorun.bench.record import keep
+    from nanorun.bench.train import bench_train
+    from nanorun.config import Horizon
+    from nanorun.train import base
+
+    config = base.configure(
+        depth,
+        horizon=Horizon(),
+        context=context,
+        batch_tokens=batch_tokens,
+        data=data,
+        tokenizer=tokenizer,
+    )
+    options = base.Options(device_batch=device_batch, backend=_backend(attention), compile=compiled)
+    result = bench_train(config, options, steps)
+    keep(result, save)
+    _show(result, as_json, tables.bench_train(result))
+
+
+def _backend(name: str) -> Any:
+    if name not in ("auto", "plain", "sdpa", "cudnn", "flex"):
+        raise UserError(f"There is no attention backend '{name}': choose auto, plain, sdpa, cudnn or flex.")
+    return name
 
 
 # typer carries its own copy of click in newer versions, so its base of all usage errors is found here

@@ -144,6 +144,7 @@ class Config:
     train: TrainConfig
     data: str = "sample"
     tokenizer: str = "sample"
+    kind: str = "base"
 
     @property
     def tokens(self) -> int:
@@ -157,7 +158,7 @@ class Config:
         parts = {"model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
         try:
             made = {name: _build(kind, record[name]) for name, kind in parts.items()}
-            return Config(**made, data=record["data"], tokenizer=record["tokenizer"])
+            return Config(**made, data=record["data"], tokenizer=record["tokenizer"], kind=record["kind"])
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"This is not a configuration of nanorun ({error}): use a run's config.json."

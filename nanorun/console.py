@@ -46,9 +46,9 @@ def seconds(s: float) -> str:
 class Progress:
     """`with Progress("reading", total, "B") as bar: bar.advance(n)`. Safe to advance from many threads."""
 
-    def __init__(self, task: str, total: float | None = None, unit: Unit = "B") -> None:
+    def __init__(self, task: str, total: float | None = None, unit: Unit = "B", done: float = 0.0) -> None:
         self.task, self.total, self.unit = task, total, unit
-        self.done = 0.0
+        self.done = self._before = done  # what an earlier session did counts as done, not as speed
         self._lock = threading.Lock()
         self._start = self._last_line = time.monotonic()
         self._bar: Any = None  # rich's live bar, when a person watches
@@ -66,7 +66,7 @@ class Progress:
                 TimeRemainingColumn(compact=True),
                 console=Console(file=sys.stderr),
             )
-            self._bar_task = self._bar.add_task(self.task, total=self.total, figures="")
+            self._bar_task = self._bar.add_task(self.task, total=self.total, completed=self.done, figures="")
             self._bar.start()
         return self
 
@@ -80,6 +80,14 @@ class Progress:
                 self._last_line = now
                 say(f"{self.task}: {self._figures(now, note)}{self._left(now)}")
 
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.console.print(text, markup=False, highlight=False)
+            else:
+                say(text)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -92,12 +100,13 @@ class Progress:
 
     def _figures(self, now: float, note: str) -> str:
         show = size if self.unit == "B" else count
-        rate = self.done / max(now - self._start, 1e-9)
+        rate = (self.done - self._before) / max(now - self._start, 1e-9)
         of = f" of {show(self.total)}" if self.total else ""
         unit = "" if self.unit == "B" else f" {self.unit}"
         return f"{show(self.done)}{of}{unit}, {show(rate)}{unit}/s{f', {note}' if note else ''}"
 
     def _left(self, now: float) -> str:
-        if not self.total or not self.done:
+        here = self.done - self._before
+        if not self.total or not here:
             return ""
-        return f", {seconds((now - self._start) * max(self.total - self.done, 0) / self.done)} left"
+        return f", {seconds((now - self._start) * max(self.total - self.done, 0) / here)} left"

@@ -1,10 +1,19 @@
-"""What this machine is: the device that trains, its memory, and what it can do. Decides, never guesses later."""
+"""What this machine is: the device that trains, its memory, and what it can do. Decides, never guesses later.
+
+`GPUS` holds what is published about the devices people train on, for MFU and for plans. A device that is
+not in it (any CPU, for one) is measured by a short matmul when someone asks.
+"""
 
 import os
 import platform
+import re
 import shutil
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+from nanorun.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -15,6 +24,120 @@ class Hardware:
     memory_bytes: int  # of one device; of the machine for cpu and mps
     native_bf16: bool
     cores: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What one device can do at most. A CPU counts as one, too."""
+
+    name: str
+    bf16_tflops: float  # dense, with fp32 sums; fp16 where there is no bf16
+    fp8_tflops: float | None  # dense
+    memory_gb: float  # usable, in units of 2^30 bytes, as torch and nvidia-smi count
+    bandwidth_tb_s: float | None  # None: not known
+    dollars_per_hour: float | None  # None: nobody rents it out
+    bf16: bool = True
+    device: Literal["cuda", "mps", "cpu"] = "cuda"
+    mfu: float = 0.40  # what to expect of a well-tuned run where nothing was measured
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one activation: a CPU without bf16 computes in fp32, an older GPU in fp16."""
+        return 4 if self.device == "cpu" and not self.bf16 else 2
+
+
+# Dollars are an assumption: typical on-demand prices of specialised clouds for one device, rounded. The
+# large clouds ask two or three times as much, spot markets half.
+PRICES_AS_OF = "May 2026"
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("b200", 2250, 4500, 179, 8.0, 6.00),
+        Gpu("h200", 989, 1979, 140, 4.8, 3.80),
+        Gpu("h100", 989, 1979, 80, 3.35, 3.00),
+        Gpu("h100-pcie", 756, 1513, 80, 2.0, 2.40),
+        Gpu("a100-80", 312, None, 80, 2.04, 1.50),
+        Gpu("a100-40", 312, None, 40, 1.56, 1.30),
+        Gpu("mi300x", 1307, 2615, 192, 5.3, 3.00, mfu=0.30),
+        Gpu("l40s", 362, 733, 45, 0.86, 1.00, mfu=0.35),
+        Gpu("a10g", 70, None, 22.5, 0.60, 1.00),
+        Gpu("l4", 121, 242, 22.5, 0.30, 0.70, mfu=0.30),
+        Gpu("t4", 65, None, 15, 0.32, 0.50, bf16=False, mfu=0.25),
+        Gpu("v100", 125, None, 16, 0.90, 0.60, bf16=False, mfu=0.25),
+        Gpu("rtx5090", 210, 419, 32, 1.79, 0.90),
+        Gpu("rtx4090", 165, 330, 24, 1.01, 0.50),
+        Gpu("rtx3090", 71, None, 24, 0.94, 0.30),
+        Gpu("apple", 14, None, 24, 0.27, None, device="mps", mfu=0.20),  # about an M4 Pro
+    )
+}
+
+# What torch calls them. Words are whole, so GH200 is no H200, and a laptop's chip is another one.
+_TORCH_NAMES = (
+    (r"\bB200\b", "b200"),
+    (r"\bH200\b(?! NVL)", "h200"),
+    (r"\bH100 PCIe\b", "h100-pcie"),
+    (r"\bH100\b(?! NVL)", "h100"),
+    (r"\bA100\b.*\b80GB", "a100-80"),
+    (r"\bA100\b", "a100-40"),
+    (r"\bMI300X\b", "mi300x"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"),
+    (r"\bV100\b", "v100"),
+    (r"\bRTX 5090\b(?! (D|Laptop))", "rtx5090"),
+    (r"\bRTX 4090\b(?! (D|Laptop))", "rtx4090"),
+    (r"\bRTX 3090\b(?! (Ti|Laptop))", "rtx3090"),
+    (r"\bApple\b", "apple"),
+)
+
+
+def named_gpu(name: str) -> Gpu:
+    """The entry a person means by 'h100', 'H100' or 'RTX 4090'."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for known, gpu in GPUS.items():
+        if known.replace("-", "") == plain:
+            return gpu
+    raise UserError(f"There is no GPU named '{name}' in nanorun's table: choose one of {', '.join(GPUS)}.")
+
+
+def find_gpu(torch_name: str) -> Gpu | None:
+    """The entry of a device that torch names so, such as 'NVIDIA H100 80GB HBM3'."""
+    for pattern, name in _TORCH_NAMES:
+        if re.search(pattern, torch_name, re.IGNORECASE):
+            return GPUS[name]
+    return None
+
+
+def this_gpu(seconds: float = 0.3) -> Gpu:
+    """This machine's device with the memory it really has; one that is not in the table is measured."""
+    found = detect()
+    memory_gb = found.memory_bytes / 2**30
+    known = find_gpu(found.name) if found.device != "cpu" else None
+    if known is None and found.device == "mps":
+        known = GPUS["apple"]
+    if known is not None:
+        return replace(known, memory_gb=memory_gb or known.memory_gb)
+    tflops = matmul_tflops(found, seconds)
+    kind: Literal["cuda", "cpu"] = "cpu" if found.device == "cpu" else "cuda"
+    return Gpu(found.name, tflops, None, memory_gb, None, None, found.native_bf16, device=kind)
+
+
+def matmul_tflops(found: Hardware, seconds: float = 0.3) -> float:
+    """The best of a few large matmuls in the dtype training would use, in about this many seconds."""
+    import torch
+
+    half = torch.bfloat16 if found.native_bf16 else torch.float16
+    dtype = torch.float32 if found.device == "cpu" and not found.native_bf16 else half
+    side = 512 if found.device == "cpu" else 8192
+    a = torch.ones(side, side, dtype=dtype, device=found.device)
+    best, end = float("inf"), time.perf_counter() + seconds
+    a @ a  # the first call also loads libraries
+    while time.perf_counter() < end or best == float("inf"):
+        start = time.perf_counter()
+        float((a @ a)[0, 0])  # reading a number waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * side**3 / best / 1e12
 
 
 def detect() -> Hardware:

@@ -69,9 +69,11 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
             old = final.parent / f".{final.name}.old-{me}"
             final.rename(old)
             work.rename(final)
+            _sync(final.parent)
             shutil.rmtree(old)
         else:
             work.rename(final)
+            _sync(final.parent)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise UserError(
@@ -93,8 +95,8 @@ def _sweep(final: Path) -> None:
     """Clears up after writers of `final` on this machine that no longer run."""
     for left in final.parent.glob(f".{final.name}.*-{platform.node()}-*"):
         pid = left.name.rpartition("-")[2]
-        if not pid.isdigit() or _alive(int(pid)):
-            continue
+        if not pid.isdigit() or (int(pid) != os.getpid() and _alive(int(pid))):
+            continue  # our own number on a folder is that of a process before us, in a restarted container
         if left.name.startswith(f".{final.name}.old-") and not final.exists():
             left.rename(final)
         else:
@@ -114,8 +116,12 @@ def _alive(pid: int) -> bool:
 def _sync_folder(folder: Path) -> None:
     """Files first, then the folder that names them, so that the rename publishes what is on disk."""
     for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -115,3 +115,41 @@ def tokenizers_table(result: dict[str, Any]) -> str:
     )
     texts = f"on {result['documents']:,} documents, {size(result['bytes'])} of '{result['data']}'"
     return f"{texts}\n\n{main}\n\n{by_kind}"
+
+
+def run_summary(summary: dict[str, Any]) -> str:
+    rows = [
+        [
+            "parameters",
+            f"{summary['total_parameters']:,} ({summary['scaling_parameters']:,} in matrices and head)",
+        ],
+        ["trained on", f"{summary['tokens']:,} tokens in {summary['steps']:,} steps"],
+        ["took", f"{seconds(summary['seconds'])}, {summary['tokens_per_s']:,.0f} tokens/s"],
+        ["validation", f"{summary['val_bpb']:.4f} bits per byte (loss {summary['val_loss']:.4f})"],
+        ["training loss", f"{summary['train_loss']:.4f}"],
+    ]
+    if summary["skipped_steps"]:
+        rows.append(["skipped", f"{summary['skipped_steps']} steps"])
+    if summary["mfu"]:
+        rows.append(["MFU", f"{summary['mfu']:.1%}, {summary['peak_gib']:.1f} GiB at the peak"])
+    samples = [f"  {s['prompt']}│{s['text']}" for s in summary["samples"]]
+    return "\n".join([table(["run", summary["name"]], rows), "", "how it goes on after the bar:", *samples])
+
+
+def bench_train(result: dict[str, Any]) -> str:
+    rows = [
+        ["model", f"d{result['depth']}, vocabulary {result['vocab_size']:,}, context {result['context']:,}"],
+        [
+            "batch",
+            f"{result['batch_tokens']:,} tokens a step, micro-batches of {result['device_batch']} rows",
+        ],
+        ["attention", ", ".join(result["attention"])],
+        ["speed", f"{result['tokens_per_s']:,} tokens/s, {result['ms_per_step']:,} ms a step"],
+        ["first step after", f"{result['seconds_before_first_step']:.1f} s"],
+        ["loss", f"{result['first_loss']:.3f} at first, {result['loss']:.3f} at the end"],
+    ]
+    if result["mfu"]:
+        rows.append(["MFU", f"{result['mfu']:.1%}"])
+    if result["peak_gib"]:
+        rows.append(["peak memory", f"{result['peak_gib']:.1f} GiB"])
+    return table(["bench", "train"], rows)

@@ -51,8 +51,12 @@ def commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def save(result: dict[str, Any], path: Path | None) -> None:
-    """Keeps the result where asked, and prints it as one line, the last on stdout."""
+def keep(result: dict[str, Any], path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    """Keeps the result where asked, and prints it as one line, the last on stdout."""
+    keep(result, path)
     print(json.dumps(result, ensure_ascii=False), flush=True)

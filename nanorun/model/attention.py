@@ -11,8 +11,6 @@ may be fewer than keys, as in generation: they are then the last positions.
 `choose_backends` looks at the machine and the shape once, before training, and gives each layer its own.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,29 +26,44 @@ from nanorun.errors import UserError
 
 
 def attend(
-    q_bthd: Tensor, k_bskd: Tensor, v_bskd: Tensor, window: int, backend: Backend, docs: Tensor | None = None
+    q_bthd: Tensor,
+    k_bskd: Tensor,
+    v_bskd: Tensor,
+    window: int,
+    backend: Backend,
+    docs: Tensor | None = None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
-    """Attention of (B, T, H, D) queries over (B, S, K, D) keys and values; `docs` (B, S) numbers documents."""
+    """Attention of (B, T, H, D) queries over (B, S, K, D) keys and values; `docs` (B, S) numbers documents.
+
+    `blocks` is a `window_blocks` of this shape made ahead; only flex looks at it.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bskd, v_bskd))  # (B, H, T, D)
     if backend == "plain":
         out = _plain(q, k, v, window, docs)
     elif backend == "flex":
-        out = _flex(q, k, v, window, docs)
+        out = _flex(q, k, v, window, docs, blocks)
     else:
         out = _sdpa(q, k, v, window, docs, backend)
     return out.transpose(1, 2)
 
 
-def choose_backends(config: ModelConfig, device: torch.device, backend: Backend = "auto") -> tuple[Backend, ...]:
+def choose_backends(
+    config: ModelConfig, device: torch.device, backend: Backend = "auto"
+) -> tuple[Backend, ...]:
     """The backend of each layer on this device."""
     if backend == "flash":
-        raise UserError("FlashAttention has no kernel in this nanorun yet: choose auto, sdpa, cudnn, flex or plain.")
+        raise UserError(
+            "FlashAttention has no kernel in this nanorun yet: choose auto, sdpa, cudnn, flex or plain."
+        )
     if backend != "auto":
         if device.type != "cuda" and backend in ("cudnn", "flex"):
-            raise UserError(f"The attention backend '{backend}' needs a CUDA device: choose auto, sdpa or plain.")
+            raise UserError(
+                f"The attention backend '{backend}' needs a CUDA device: choose auto, sdpa or plain."
+            )
         return (backend,) * config.depth
     if device.type != "cuda":
-        return ("sdpa",) * config.depth
+        return everywhere("sdpa", config)
     hopper = torch.cuda.get_device_capability(device)[0] >= 9
     full: Backend = "cudnn" if hopper and config.head_dim <= 128 else "sdpa"
     masked: Backend = "flex" if config.head_dim >= 16 else "sdpa"
@@ -58,6 +71,10 @@ def choose_backends(config: ModelConfig, device: torch.device, backend: Backend 
         masked if config.document_mask or config.window(layer) < config.context else full
         for layer in range(config.depth)
     )
+
+
+def everywhere(backend: Backend, config: ModelConfig) -> tuple[Backend, ...]:
+    return (backend,) * config.depth
 
 
 def visible(q_len: int, k_len: int, window: int, device: torch.device, docs: Tensor | None) -> Tensor:
@@ -93,39 +110,33 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None, bac
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None) -> Tensor:
-    if docs is None:
-        mask = window_mask(q.size(2), k.size(2), window, str(q.device))
-    else:
-        mask = _document_mask(docs, q.size(2), window)
-    out = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None, blocks: BlockMask | None
+) -> Tensor:
+    if docs is not None:
+        blocks = _document_blocks(docs, q.size(2), window)
+    elif blocks is None:
+        blocks = window_blocks(q.size(2), k.size(2), window, q.device)
+    out = flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) != k.size(1))
     assert isinstance(out, Tensor)
     return out
 
 
-@lru_cache(maxsize=32)
-def window_mask(q_len: int, k_len: int, window: int, device: str) -> BlockMask:
-    """The blocks that a window touches. Made once a shape, outside of compiled code (`prepare`)."""
+def window_blocks(q_len: int, k_len: int, window: int, device: torch.device) -> BlockMask:
+    """The blocks of scores that a window touches; the others are never computed."""
     shift = k_len - q_len
 
     def seen(b: Any, h: Any, q_at: Any, k_at: Any) -> Any:
         return (k_at <= q_at + shift) & (k_at > q_at + shift - window)
 
-    return create_block_mask(seen, None, None, q_len, k_len, device=device)
+    return create_block_mask(seen, None, None, q_len, k_len, device=str(device))
 
 
-def _document_mask(docs: Tensor, q_len: int, window: int) -> BlockMask:
+def _document_blocks(docs: Tensor, q_len: int, window: int) -> BlockMask:
     shift = docs.size(1) - q_len
 
     def seen(b: Any, h: Any, q_at: Any, k_at: Any) -> Any:
         near = (k_at <= q_at + shift) & (k_at > q_at + shift - window)
         return near & (docs[b, q_at + shift] == docs[b, k_at])
 
-    return create_block_mask(seen, docs.size(0), None, q_len, docs.size(1), device=docs.device)
-
-
-def prepare(config: ModelConfig, backends: Sequence[Backend], context: int, device: torch.device) -> None:
-    """Makes the window masks of a context ahead, so that compiled code finds them ready."""
-    for layer, backend in enumerate(backends):
-        if backend == "flex" and not config.document_mask:
-            window_mask(context, context, min(config.window(layer), context), str(device))
+    return create_block_mask(seen, docs.size(0), None, q_len, docs.size(1), device=str(docs.device))

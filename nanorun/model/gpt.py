@@ -17,15 +17,16 @@ Weights are fp32 masters; activations are in the dtype given to `GPT` and weight
 used. The model knows nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
 """
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
-from nanorun.model.attention import attend
+from nanorun.model.attention import attend, everywhere, window_blocks
 from nanorun.model.loss import chunked_loss, plain_loss
 
 
@@ -48,6 +49,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.backend = config, backend
         self.window = config.window(layer)
+        self.blocks: BlockMask | None = None
         kv_dim = config.kv_heads * config.head_dim
         self.q = Linear(config.dim, config.dim)
         self.k = Linear(config.dim, kv_dim)
@@ -57,7 +59,9 @@ class Attention(nn.Module):
             Linear(VALUE_GATE_CHANNELS, config.kv_heads) if config.has_value_embedding(layer) else None
         )
 
-    def forward(self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
+    ) -> Tensor:
         batch, time, _ = x.shape
         config = self.config
         q = self.q(x).view(batch, time, config.heads, config.head_dim)
@@ -68,7 +72,7 @@ class Attention(nn.Module):
             v = v + gate.unsqueeze(-1) * value.view_as(v)
         q = norm(rotate(q, rope)) * config.qk_gain
         k = norm(rotate(k, rope)) * config.qk_gain
-        mixed = attend(q, k, v, min(self.window, time), self.backend, docs)
+        mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
         return self.out(mixed.reshape(batch, time, config.dim))
 
 
@@ -88,7 +92,9 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, backend)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
+    ) -> Tensor:
         x = x + self.attention(norm(x), value, rope, docs)
         return x + self.mlp(norm(x))
 
@@ -109,11 +115,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         self._loss = chunked_loss if loss == "chunked" else plain_loss
-        backends = backends or ("sdpa",) * config.depth
+        backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = nn.Embedding(vocab, config.dim)
         self.value_embeds = nn.ModuleDict(
-            {str(i): nn.Embedding(vocab, kv_dim) for i in range(config.depth) if config.has_value_embedding(i)}
+            {
+                str(i): nn.Embedding(vocab, kv_dim)
+                for i in range(config.depth)
+                if config.has_value_embedding(i)
+            }
         )
         self.blocks = nn.ModuleList(Block(config, i, backends[i]) for i in range(config.depth))
         self.head = Linear(config.dim, vocab)
@@ -137,8 +147,8 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.8)
         nn.init.normal_(self.head.weight, std=0.001)
         for embed in self.value_embeds.values():
-            nn.init.uniform_(embed.weight, -spread, spread)  # type: ignore[arg-type]
-        for block in self.blocks:
+            nn.init.uniform_(cast(nn.Embedding, embed).weight, -spread, spread)
+        for block in self.layers():
             attention, mlp = block.attention, block.mlp
             for linear in (attention.q, attention.k, attention.v):
                 nn.init.uniform_(linear.weight, -spread, spread)
@@ -167,6 +177,20 @@ class GPT(nn.Module):
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
+    def layers(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
+    def prepare(self, context: int) -> None:
+        """Makes what attention needs for rows of this length, ahead of compiled code that only reads it."""
+        made: dict[int, BlockMask] = {}
+        for block in self.layers():
+            attention = block.attention
+            if attention.backend == "flex" and not self.config.document_mask:
+                window = min(attention.window, context)
+                if window not in made:
+                    made[window] = window_blocks(context, context, window, self.embed.weight.device)
+                attention.blocks = made[window]
+
     def hidden(self, tokens: Tensor, docs: Tensor | None = None) -> Tensor:
         """The normed stream after the last block, (B, T, D). `docs` numbers the document of each token."""
         config = self.config
@@ -180,7 +204,7 @@ class GPT(nn.Module):
         if config.smear:
             x = self._smeared(x, docs)
         start, middle = x, x
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.layers()):
             if config.residual_scalars:
                 x = self.lambdas[i].to(x.dtype) * x + self.mus[i].to(x.dtype) * start
             embed = self.value_embeds[str(i)] if config.has_value_embedding(i) else None
@@ -195,13 +219,13 @@ class GPT(nn.Module):
             x = x - self.backout_scale.to(x.dtype) * middle
         return norm(x)
 
-    def forward(self, tokens: Tensor, targets: Tensor, docs: Tensor | None = None, per_token: bool = False) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, docs: Tensor | None = None, per_token: bool = False
+    ) -> Tensor:
         """The loss, in nats, summed over all targets but -1 (or of each token, 0 where there is none)."""
         x = self.hidden(tokens, docs)
-        reduction = "none" if per_token else "sum"
-        return self._loss(
-            x, self.head.weight, targets, self.config.softcap, self.config.vocab_size, reduction=reduction
-        )
+        softcap, vocab = self.config.softcap, self.config.vocab_size
+        return self._loss(x, self.head.weight, targets, softcap, vocab, "none" if per_token else "sum")
 
     def logits(self, tokens: Tensor, docs: Tensor | None = None) -> Tensor:
         """fp32 logits of every position (B, T, vocabulary), padding left out."""
@@ -244,4 +268,5 @@ def build(
     model.to_empty(device=device)
     torch.manual_seed(seed)
     model.init_weights()
+    model.prepare(config.context)
     return model

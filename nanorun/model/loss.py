@@ -90,7 +90,9 @@ def chunked_loss(
     size = _chunk_rows(rows, weight, chunk_tokens)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if learns and reduction == "none":
-        raise ValueError("chunked_loss has no gradients per token: use no_grad, or plain_loss to train on them")
+        raise ValueError(
+            "chunked_loss has no gradients per token: use no_grad, or plain_loss to train on them"
+        )
     if learns:
         return _ChunkedLoss.apply(
             rows, weight, flat, softcap, vocab_size, size, x.requires_grad, weight.requires_grad
@@ -156,7 +158,7 @@ def _chunk_loss(
         squashed = torch.tanh(z / softcap)
         z = softcap * squashed
         at_target = softcap * torch.tanh(at_target / softcap)
-    columns = torch.arange(z.shape[1], device=z.device)
+    columns = torch.arange(z.shape[1], device=z.device, dtype=torch.int32)
     if vocab_size < z.shape[1]:
         z = z.masked_fill(columns >= vocab_size, float("-inf"))
     if softcap and softcap <= LARGEST_UNSHIFTED_SOFTCAP:
@@ -173,7 +175,7 @@ def _chunk_loss(
     if not with_gradient:
         return loss, loss
     scale = torch.where(trained, 1 / total, 0.0).unsqueeze(1)  # makes the exponentials probabilities
-    gradient = exponentials * scale - (columns == targets.unsqueeze(1)).to(z.dtype)
+    gradient = exponentials * scale - (columns == targets.int().unsqueeze(1)).to(z.dtype)
     if softcap:
         gradient = gradient * (1 - squashed * squashed)
     return loss, gradient.to(logits.dtype)

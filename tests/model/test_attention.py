@@ -70,7 +70,10 @@ def test_flex_attention_gives_what_the_definition_gives(window, masked):
     with torch.no_grad():  # torch has no backward of it on a CPU; tests/gpu compares gradients
         q, k, v = (x.float() for x in inputs(2, 200, 200, 4, 2, 16, seed=3))
         torch.testing.assert_close(
-            attend(q, k, v, window, "flex", docs), attend(q, k, v, window, "plain", docs), rtol=1e-5, atol=1e-5
+            attend(q, k, v, window, "flex", docs),
+            attend(q, k, v, window, "plain", docs),
+            rtol=1e-5,
+            atol=1e-5,
         )
 
 

@@ -13,7 +13,9 @@ CPU = torch.device("cpu")
 
 
 def tiny(**changes):
-    return scale_model(3, 97, context=24, **{"dim": 64, "heads": 4, "kv_heads": 2, "short_window": 8, **changes})
+    return scale_model(
+        3, 97, context=24, **{"dim": 64, "heads": 4, "kv_heads": 2, "short_window": 8, **changes}
+    )
 
 
 def grown(config, dtype=torch.float64, seed=0, backend="plain"):
@@ -33,7 +35,11 @@ def batch(config, rows=2, time=None, seed=0):
 
 
 def test_parameters_are_as_many_as_the_configuration_says():
-    for config in (tiny(), tiny(value_embeddings=False, smear=False), scale_model(5, 300, residual_scalars=False)):
+    for config in (
+        tiny(),
+        tiny(value_embeddings=False, smear=False),
+        scale_model(5, 300, residual_scalars=False),
+    ):
         with torch.device("meta"):
             model = GPT(config)
         assert sum(p.numel() for p in model.parameters()) == config.total_parameters
@@ -143,4 +149,7 @@ def test_generation_is_repeatable_and_stops():
     assert greedy == generate(model, [[1, 2, 3], [4]], 30, temperature=0)
     assert [len(reply) for reply in greedy] == [30, 30], "it goes on past the context"
     assert generate(model, [[4]], 30, seed=1) == generate(model, [[4], [1, 2, 3]], 30, seed=1)[:1]
-    assert generate(model, [[1, 2, 3]], 30, temperature=0, stop=[greedy[0][4]])[0] == greedy[0][: greedy[0].index(greedy[0][4])]
+    assert (
+        generate(model, [[1, 2, 3]], 30, temperature=0, stop=[greedy[0][4]])[0]
+        == greedy[0][: greedy[0].index(greedy[0][4])]
+    )

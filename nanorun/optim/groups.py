@@ -1,0 +1,99 @@
+"""Which parameter is trained how, decided by its name.
+
+The matrices inside the blocks go to Muon. What is left goes to AdamW, in groups with rates and betas of their
+own. A name that no rule knows is an error: a new kind of parameter must be entered here by hand, so that none
+is trained by accident or, worse, not at all.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from nanorun.config import OptimConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share their hyperparameters. Rate and decay are at their peak, before any schedule."""
+
+    name: str
+    rate: float
+    decay: float
+    betas: tuple[float, float] | None = None  # of AdamW; None: matrices for Muon
+    names: tuple[str, ...] = ()
+    params: tuple[Parameter, ...] = ()
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What the optimizer remembers is kept in fp32, also for bf16 parameters (and in fp64 for fp64)."""
+        return torch.promote_types(self.params[0].dtype, torch.float32)
+
+    def scalar(self, value: float) -> Tensor:
+        """A hyperparameter as a 0-D tensor on the CPU: compiled code reads it like any input, without a sync."""
+        return torch.tensor(value, dtype=self.state_dtype)
+
+    def gradients(self) -> list[Tensor]:
+        grads = [param.grad for param in self.params if param.grad is not None]
+        if len(grads) < len(self.params):
+            lacking = [n for n, p in zip(self.names, self.params, strict=True) if p.grad is None]
+            raise ValueError(
+                f"no gradient for {', '.join(lacking)}: run backward before step, "
+                "and freeze what has no part in the loss (requires_grad_(False)) before grouping"
+            )
+        return grads
+
+
+def group_parameters(named_parameters: Iterable[tuple[str, Parameter]], config: OptimConfig) -> list[Group]:
+    """The groups of a model's parameters, without the empty ones. Frozen parameters are left out."""
+    rules = _rules(config)
+    members: dict[str, dict[str, Parameter]] = {group.name: {} for group, _ in rules}
+    for name, param in named_parameters:
+        if not param.requires_grad:
+            continue
+        found = next((group for group, pattern in rules if re.fullmatch(pattern, name)), None)
+        if found is None:
+            raise ValueError(
+                f"no rule says how to train the parameter {name} of shape {tuple(param.shape)}: "
+                "give its name a group in nanorun/optim/groups.py, or freeze it"
+            )
+        if found.betas is None and param.dim() != 2:
+            raise ValueError(f"Muon trains matrices, and {name} has shape {tuple(param.shape)}")
+        members[found.name][name] = param
+    return [
+        replace(group, names=tuple(members[group.name]), params=tuple(members[group.name].values()))
+        for group, _ in rules
+        if members[group.name]
+    ]
+
+
+def _rules(config: OptimConfig) -> list[tuple[Group, str]]:
+    return [
+        (
+            Group("matrices", config.matrix_rate, config.matrix_decay),
+            r"blocks\.\d+\.(attention\.(q|k|v|out)|mlp\.(up|down))\.weight",
+        ),
+        (Group("head", config.head_rate, 0.01, (0.8, 0.96)), r"head\.weight"),
+        (Group("embedding", config.embedding_rate, 0.001, (0.8, 0.995)), r"embed\.weight"),
+        (
+            Group("value_embeddings", config.value_embedding_rate, 0.01, (0.8, 0.995)),
+            r"value_embeds\.\d+\.weight",
+        ),
+        (Group("lambdas", config.lambda_rate, 0.05, (0.8, 0.95)), r"lambdas"),
+        (Group("mus", config.mu_rate, 0.0, (0.96, 0.95)), r"mus"),
+        (
+            Group("gates", config.gate_rate, 0.0, (0.8, 0.95)),
+            r"blocks\.\d+\.attention\.value_gate\.weight|smear_gate\.weight|smear_scale|backout_scale",
+        ),
+    ]
+
+
+def split_by_shape(group: Group) -> list[Group]:
+    """One group for each shape (and dtype and device) in it: what can be stacked."""
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], dict[str, Parameter]] = {}
+    for name, param in zip(group.names, group.params, strict=True):
+        alike.setdefault((param.shape, param.dtype, param.device), {})[name] = param
+    return [replace(group, names=tuple(m), params=tuple(m.values())) for m in alike.values()]

@@ -1,0 +1,389 @@
+"""Parameters, tokens, memory, minutes and dollars of a run, before anything starts.
+
+Everything follows from the configuration and one line about the device; nothing is built and no GPU touched.
+
+Memory of one GPU at its peak, which is the end of the forward pass of any micro-batch but the first:
+
+    weights      fp32: 4 bytes a parameter
+    gradients    fp32: 4 bytes a parameter
+    optimizer    matrices (Muon): a momentum, 4 bytes, and NorMuon's second moment, a number per row of the
+                 longer side; all else (AdamW): two moments, 8 bytes. Shared out over the GPUs.
+    copies       what matmuls read: matrices and head in the compute dtype
+    activations  what the backward pass needs. torch.compile keeps, for every token and layer (counted in
+                 what its partitioner saves of our model): the stream at three places, both norms' outputs,
+                 queries and keys before and after their norm, values, value embeddings where a layer has
+                 them, attention's output, and the MLP's hidden layer before and after ReLU²: 19 to 20
+                 times the width. With `recompute`, two places of the stream (and value embeddings), and
+                 the rest for one layer at a time.
+    loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
+                 chunks are joined), and one chunk's share of the head's gradient
+
+The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
+measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), evaluation, and the
+optimizer's scratch memory, for which the activations have made room by then.
+
+Minutes are FLOPs divided by peak FLOP/s times an assumed MFU, which the plan states, and where it is from:
+a kept measurement on the same GPU (bench/results/train-*.json), else the table in hardware.py. They are
+minutes of training; evaluations are counted apart, compiling and saving not at all.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanorun import console
+from nanorun.config import Config, ModelConfig, scale_model
+from nanorun.errors import UserError
+from nanorun.hardware import PRICES_AS_OF, Gpu, find_gpu, named_gpu, this_gpu
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+
+CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
+_RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
+_USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
+_MOST_ROWS = 4096
+
+_FULL_SPEED_WIDTH = 768  # narrower models leave a GPU waiting: MFU falls with the width (rule of thumb)
+_MANY_GPUS = 0.94  # of one GPU's speed: the record script makes 574k tokens/s a GPU on eight, 608k on one
+_RECOMPUTE_SPEED = 0.75  # four passes for the price of three
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    gpu: Gpu
+    gpus: int
+    device_batch: int  # rows of one micro-batch on one GPU
+    micro_steps: int  # micro-batches a GPU adds up for one step
+    recompute: bool
+    fits: bool
+    largest_batch: int  # rows that fit, a power of two; 0 when not even one does
+    largest_batch_recompute: int
+    memory_gb: dict[str, float]  # by part, of one GPU
+    mfu: float
+    mfu_from: str  # where the assumption comes from, for people
+
+    @property
+    def flops(self) -> float:
+        return float(self.config.model.flops_per_token) * self.config.tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.mfu * self.gpu.bf16_tflops * 1e12 * self.gpus / self.config.model.flops_per_token
+
+    @property
+    def minutes(self) -> float:
+        return self.config.tokens / self.tokens_per_s / 60
+
+    @property
+    def evaluation_minutes(self) -> float:
+        """A forward pass is a third of a step's work."""
+        train = self.config.train
+        times = -(-train.steps // train.eval_every) if train.eval_every else 1
+        return times * train.eval_tokens / 3 / self.tokens_per_s / 60
+
+    @property
+    def cost_dollars(self) -> float | None:
+        """Of training and evaluation."""
+        if self.gpu.dollars_per_hour is None:
+            return None
+        return (self.minutes + self.evaluation_minutes) / 60 * self.gpu.dollars_per_hour * self.gpus
+
+
+def make_plan(
+    config: Config,
+    gpu: Gpu | str | None = None,
+    gpus: int = 1,
+    device_batch: int | None = None,
+    results: Path = RESULTS,
+) -> Plan:
+    """What to expect of this run on so many of these GPUs; None is the device of this machine."""
+    if gpus < 1 or (device_batch is not None and device_batch < 1):
+        raise UserError("A plan needs at least one GPU and one row in a micro-batch.")
+    if gpu is None:
+        gpu = this_gpu()
+    elif isinstance(gpu, str):
+        gpu = named_gpu(gpu)
+    model = config.model
+    rows = config.train.batch_tokens // model.context
+    if rows < gpus:
+        raise UserError(
+            f"A batch of {config.train.batch_tokens:,} tokens has {rows} rows of {model.context}, too few for "
+            f"{gpus} GPUs: use at most {rows}, or a larger --batch-tokens."
+        )
+    kept = largest_batch(model, gpu, gpus, recompute=False)
+    recomputed = largest_batch(model, gpu, gpus, recompute=True)
+    recompute = model.recompute or (kept < (device_batch or 1) and recomputed > kept)
+    largest = recomputed if recompute else kept
+    share = -(-rows // gpus)
+    chosen = min(device_batch or max(largest, 1), share)
+    if device_batch is None:
+        chosen = 2 ** (chosen.bit_length() - 1)
+    mfu, mfu_from = _assumed_mfu(model, gpu, gpus, results)
+    return Plan(
+        config,
+        gpu,
+        gpus,
+        device_batch=chosen,
+        micro_steps=-(-share // chosen),
+        recompute=recompute,
+        fits=chosen <= largest,
+        largest_batch=kept,
+        largest_batch_recompute=recomputed,
+        memory_gb=memory_gb(model, chosen, gpu, gpus, recompute),
+        mfu=mfu * (_RECOMPUTE_SPEED if recompute else 1),
+        mfu_from=mfu_from,
+    )
+
+
+def memory_gb(
+    model: ModelConfig, rows: int, gpu: Gpu, gpus: int = 1, recompute: bool = False
+) -> dict[str, float]:
+    """Peak memory of one GPU by part, in units of 2^30 bytes, for micro-batches of so many rows."""
+    groups = model.parameters()
+    total, matrices = sum(groups.values()), groups["matrices"]
+    second_moments = model.depth * (4 + 2 * model.mlp_ratio) * model.dim
+    states = matrices + second_moments + 2 * (total - matrices)
+    copies = 0 if gpu.compute_bytes == 4 else gpu.compute_bytes * model.scaling_parameters
+    tokens = rows * model.context
+    logits = min(tokens * model.padded_vocab, CHUNK_LOGITS[gpu.device])
+    logit_bytes = 2 * gpu.compute_bytes if gpu.device == "cuda" else 2 * gpu.compute_bytes + 4 * 4
+    parts = {
+        "weights": 4 * total,
+        "gradients": 4 * total,
+        "optimizer": 4 * states / gpus,
+        "copies": copies,
+        "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute),
+        "loss": logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + 4 * groups["head"],
+    }
+    return {part: size / 2**30 for part, size in parts.items()}
+
+
+def _activation_bytes(model: ModelConfig, item: int, recompute: bool) -> int:
+    """For one token; `item` is the bytes of one activation."""
+    dim, kv_dim = model.dim, model.kv_heads * model.head_dim
+    values = sum(model.has_value_embedding(layer) for layer in range(model.depth)) * kv_dim
+    stream, normed, attention_out = 3 * dim, 2 * dim, dim
+    queries_keys_values = 2 * (dim + kv_dim) + kv_dim
+    hidden = 2 * model.mlp_ratio * dim
+    layer = item * (stream + normed + attention_out + queries_keys_values + hidden)
+    layer += 4 * (model.heads + model.heads + model.kv_heads + 2)  # fp32: attention's sums, the norms' scales
+    around = 3 * dim * item  # the embedding, its norm, the last norm's input
+    if recompute:
+        return around + item * (model.depth * 2 * dim + values) + layer
+    return around + item * values + model.depth * layer
+
+
+def largest_batch(model: ModelConfig, gpu: Gpu, gpus: int = 1, recompute: bool = False) -> int:
+    """The largest power of two of rows that fits, 0 when not even one does."""
+    rows = 0
+    while rows < _MOST_ROWS and _fits(model, max(2 * rows, 1), gpu, gpus, recompute):
+        rows = max(2 * rows, 1)
+    return rows
+
+
+def deepest(
+    gpu: Gpu | str, gpus: int = 1, vocab_size: int = 32768, context: int = 2048, recompute: bool = False
+) -> int:
+    """The largest depth whose model trains with one row at a time, 0 when none does."""
+    gpu = named_gpu(gpu) if isinstance(gpu, str) else gpu
+    depth = 0
+    while depth < 256 and _fits(scale_model(depth + 1, vocab_size, context), 1, gpu, gpus, recompute):
+        depth += 1
+    return depth
+
+
+def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -> bool:
+    total = sum(memory_gb(model, rows, gpu, gpus, recompute).values())
+    return total <= _USABLE[gpu.device] * (gpu.memory_gb - _RESERVE_GB)
+
+
+def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:
+    mfu, source = gpu.mfu, f"assumed for {gpu.name}"
+    speed = _speed_of_width(model.dim, gpu)
+    measured = measured_mfu(gpu, model.depth, results)
+    if measured is not None:
+        mfu, depth, source = measured
+        speed /= _speed_of_width(scale_model(depth, model.vocab_size, model.context).dim, gpu)
+    if speed < 1:
+        source += ", less for so narrow a model"
+    if gpus > 1:
+        speed *= _MANY_GPUS
+        source += ", less for several GPUs"
+    return min(mfu * speed, 1.0), source
+
+
+def _speed_of_width(dim: int, gpu: Gpu) -> float:
+    return 1.0 if gpu.device == "cpu" else min(dim / _FULL_SPEED_WIDTH, 1.0)
+
+
+def measured_mfu(gpu: Gpu, depth: int, results: Path = RESULTS) -> tuple[float, int, str] | None:
+    """The MFU, depth and name of the kept measurement on this GPU nearest in depth, the newest of those."""
+    found: list[tuple[int, str, float, int, str]] = []
+    for path in sorted(results.glob("train-*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            device = str(record.get("gpu") or record["device"])
+            known = find_gpu(device)
+            name = known.name if known and record.get("gpu") else device
+            if record["what"] == "train" and name == gpu.name and record["mfu"]:
+                near = -abs(record["depth"] - depth)
+                found.append((near, str(record["date"]), float(record["mfu"]), record["depth"], path.name))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # a file in another shape is no measurement of ours, and no reason not to plan
+    if not found:
+        return None
+    _, date, mfu, measured_depth, name = max(found)
+    return mfu, measured_depth, f"measured at d{measured_depth} on {date}, {name}"
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """What --json prints. Memory is in units of 2^30 bytes; `minutes` are of training alone."""
+    config, model = plan.config, plan.config.model
+    return {
+        "depth": model.depth,
+        "dim": model.dim,
+        "vocab_size": model.vocab_size,
+        "context": model.context,
+        "scaling_parameters": model.scaling_parameters,
+        "total_parameters": model.total_parameters,
+        "parameters": model.parameters(),
+        "tokens": config.tokens,
+        "batch_tokens": config.train.batch_tokens,
+        "steps": config.train.steps,
+        "flops_per_token": model.flops_per_token,
+        "flops": plan.flops,
+        "gpu": plan.gpu.name,
+        "gpus": plan.gpus,
+        "gpu_memory_gb": plan.gpu.memory_gb,
+        "gpu_tflops": plan.gpu.bf16_tflops,
+        "memory_gb": {**plan.memory_gb, "total": sum(plan.memory_gb.values())},
+        "fits": plan.fits,
+        "device_batch": plan.device_batch,
+        "micro_steps": plan.micro_steps,
+        "recompute": plan.recompute,
+        "largest_device_batch": plan.largest_batch,
+        "largest_device_batch_recompute": plan.largest_batch_recompute,
+        "tokens_per_s": plan.tokens_per_s,
+        "mfu_assumed": plan.mfu,
+        "mfu_from": plan.mfu_from,
+        "minutes": plan.minutes,
+        "evaluation_minutes": plan.evaluation_minutes,
+        "cost_dollars": plan.cost_dollars,
+        "dollars_per_gpu_hour": plan.gpu.dollars_per_hour,
+        "prices_as_of": PRICES_AS_OF,
+    }
+
+
+def plan_table(plan: Plan) -> str:
+    from nanorun.tables import table
+
+    config, model, gpu = plan.config, plan.config.model, plan.gpu
+    train = config.train
+    many = f"{plan.gpus} × " if plan.gpus > 1 else ""
+    ratio = config.tokens / model.scaling_parameters
+    rows: list[tuple[str, str, str]] = [
+        ("model", f"d{model.depth}", f"width {model.dim}, {model.heads} heads, context {model.context:,}"),
+        (
+            "parameters",
+            _count(model.total_parameters),
+            f"{_count(model.scaling_parameters)} count for scaling",
+        ),
+        ("tokens", _count(config.tokens), f"{ratio:.3g} a scaling parameter"),
+        ("steps", f"{train.steps:,}", f"of {train.batch_tokens:,} tokens"),
+        ("FLOPs", f"{plan.flops:.2e}", f"{model.flops_per_token:.2e} a token"),
+        ("device", many + gpu.name, f"{gpu.bf16_tflops:,.3g} TFLOP/s, {gpu.memory_gb:.3g} GB" + _each(plan)),
+        ("micro-batch", _batch(plan), _batches_that_fit(plan)),
+        ("speed", f"{_count(plan.tokens_per_s)} tok/s", f"{plan.mfu:.0%} MFU, {plan.mfu_from}"),
+        ("time", _time(plan.minutes), f"and {_time(plan.evaluation_minutes)} of evaluation"),
+        ("cost", *_cost(plan)),
+    ]
+    whole = table(["plan", "", ""], rows)
+    parameters = [(_words(group), f"{n:,}") for group, n in model.parameters().items()]
+    memory = [(part, f"{gb:.2f}") for part, gb in plan.memory_gb.items()]
+    memory.append(("total", f"{sum(plan.memory_gb.values()):.2f}"))
+    return "\n\n".join(
+        [
+            whole,
+            table(["parameters", "number"], parameters),
+            table(["memory of one device" if plan.gpus > 1 else "memory", "GB"], memory),
+            *_advice(plan),
+        ]
+    )
+
+
+def _each(plan: Plan) -> str:
+    return " each" if plan.gpus > 1 else ""
+
+
+def _count(n: float) -> str:
+    """Parameters and tokens are spoken of in billions."""
+    return console.count(n).replace("G", "B")
+
+
+def _time(minutes: float) -> str:
+    return f"{minutes / 60 / 24:.1f} days" if minutes > 48 * 60 else console.seconds(60 * minutes)
+
+
+def _words(group: str) -> str:
+    return group.replace("_", " ")
+
+
+def _batch(plan: Plan) -> str:
+    return f"{plan.device_batch} row{'s' if plan.device_batch > 1 else ''}"
+
+
+def _batches_that_fit(plan: Plan) -> str:
+    times = f"× {plan.micro_steps:,} micro-step{'s' if plan.micro_steps > 1 else ''}{_each(plan)}"
+    if not plan.largest_batch_recompute:
+        return f"{times}; not even one fits"
+    return f"{times}; {plan.largest_batch} would fit, {plan.largest_batch_recompute} with recompute"
+
+
+def _cost(plan: Plan) -> tuple[str, str]:
+    if plan.cost_dollars is None:
+        return "–", "your own machine"
+    rate = f"${plan.gpu.dollars_per_hour:.2f} an hour{_each(plan)}, a typical price of {PRICES_AS_OF}"
+    return f"${plan.cost_dollars:,.2f}", rate
+
+
+def _advice(plan: Plan) -> list[str]:
+    if plan.fits and plan.recompute and not plan.config.model.recompute:
+        return ["This fits only with recompute, which computes activations again and takes a third longer."]
+    if plan.fits:
+        return []
+    if plan.largest_batch_recompute:
+        return [f"{_batch(plan)} do not fit: use --device-batch {plan.largest_batch_recompute} or fewer."]
+    model = plan.config.model
+    depth = deepest(plan.gpu, plan.gpus, model.vocab_size, model.context, recompute=True)
+    where = f"{plan.gpus} × {plan.gpu.name}" if plan.gpus > 1 else plan.gpu.name
+    return [f"This does not fit: on {where} the deepest model that does is d{depth}, with recompute."]
+
+
+def compare_with_plan(plan: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Planned and happened, for the report after a run; what is missing on either side is None.
+
+    `plan` is a `plan_record`; `summary` may have minutes (or seconds), tokens_per_s, mfu and peak_gib
+    (or memory_gib).
+    """
+    minutes = summary.get("minutes")
+    if minutes is None and summary.get("seconds") is not None:
+        minutes = summary["seconds"] / 60
+    memory = plan.get("memory_gb") or {}
+    pairs = {
+        "minutes": (plan.get("minutes"), minutes),
+        "tokens/s": (plan.get("tokens_per_s"), summary.get("tokens_per_s")),
+        "MFU": (plan.get("mfu_assumed"), summary.get("mfu")),
+        "peak memory, GB": (memory.get("total"), summary.get("peak_gib", summary.get("memory_gib"))),
+    }
+    return [
+        {
+            "what": what,
+            "planned": planned,
+            "happened": happened,
+            "ratio": happened / planned if planned and happened is not None else None,
+        }
+        for what, (planned, happened) in pairs.items()
+    ]

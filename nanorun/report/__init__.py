@@ -1,0 +1,1 @@
+"""What is shown of runs afterwards: plots, and the HTML page that holds them."""

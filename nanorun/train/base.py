@@ -1,0 +1,285 @@
+"""`train base`: everything from a depth to a trained model. Sets up the parts and hands them to the loop."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanorun import hardware, plan
+from nanorun.config import Backend, Config, Horizon, scale
+from nanorun.console import say
+from nanorun.data.dataset import Dataset, open_dataset, read_texts
+from nanorun.data.loader import Batch, Loader
+from nanorun.data.rows import RowOrder
+from nanorun.data.sources import open_source
+from nanorun.errors import UserError
+from nanorun.evals.bpb import BpbResult, evaluate_bpb
+from nanorun.infer.plain import generate
+from nanorun.model.attention import choose_backends
+from nanorun.model.gpt import GPT, build
+from nanorun.optim.groups import group_parameters
+from nanorun.optim.optimizer import Optimizer
+from nanorun.runs import Run, read_metrics
+from nanorun.text.store import open_tokenizer
+from nanorun.text.tokenizer import Tokenizer
+from nanorun.train import checkpoint, loop
+from nanorun.train.track import Tracker
+
+GPU_MICRO_TOKENS = 65_536  # enough to fill a large GPU; more only costs memory
+CPU_MICRO_TOKENS = 4_096  # about what stays in a CPU's caches
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `train base` can be told beyond the configuration: how to run, not what to learn."""
+
+    name: str | None = None
+    fresh: bool = False
+    device_batch: int | None = None  # rows of a micro-batch
+    backend: Backend = "auto"
+    compile: bool = True  # on CUDA
+    deterministic: bool = False
+    track: str | None = None
+    samples: int = 10
+
+
+def configure(
+    depth: int,
+    *,
+    horizon: Horizon,
+    context: int = 2048,
+    batch_tokens: int | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    model_changes: dict[str, Any] | None = None,
+    train_changes: dict[str, Any] | None = None,
+) -> Config:
+    """The configuration of a depth on the data that is here."""
+    dataset, text = open_dataset(data), open_tokenizer(tokenizer)
+    return scale(
+        depth,
+        text.vocab_size,
+        context=context,
+        horizon=horizon,
+        batch_tokens=batch_tokens,
+        data=dataset.name,
+        tokenizer=text.name,
+        model_changes=model_changes,
+        train_changes=train_changes,
+    )
+
+
+def read_config(path: Path) -> Config:
+    try:
+        return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"Cannot read the configuration {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): use a run's config.json.") from error
+
+
+def train_base(config: Config, options: Options) -> dict[str, Any]:
+    """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
+    name = options.name or f"base-d{config.model.depth}"
+    with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
+        found = checkpoint.load_newest(run.checkpoints)
+        if found is not None and found.step >= config.train.steps and (run.folder / "summary.json").is_file():
+            say(f"run '{name}' is finished already ({found.step} steps); --fresh starts it anew")
+            summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+            return summary
+        training = assemble(config, run, options, found)
+        with training.loader:
+            finished = loop.train(training)
+            if training.tracker is not None:
+                training.tracker.close()
+        if not finished:
+            raise Interrupted(name, training.step, config.train.steps)
+        return finish(training, options)
+
+
+class Interrupted(UserError):
+    def __init__(self, name: str, step: int, steps: int) -> None:
+        super().__init__(
+            f"Stopped at step {step} of {steps} and saved; the same command goes on from there (run '{name}')."
+        )
+
+
+def assemble(
+    config: Config, run: Run, options: Options, found: checkpoint.Checkpoint | None
+) -> loop.Training:
+    """The parts of a run, fresh or as a checkpoint left them."""
+    machine = hardware.detect()
+    device = torch.device(machine.device)
+    dtype = compute_dtype(machine)
+    if options.deterministic:
+        make_deterministic()
+    dataset, tokenizer = open_dataset(config.data), open_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise UserError(
+            f"Tokenizer '{tokenizer.name}' has {tokenizer.vocab_size} tokens and the run {config.model.vocab_size}: "
+            "it is not the one the run began with."
+        )
+    backends = choose_backends(config.model, device, options.backend)
+    model = build(config.model, device, dtype, backends, config.train.seed)
+    compiled = options.compile and device.type == "cuda"
+    forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+    groups = group_parameters(model.named_parameters(), config.optim)
+    optimizer = Optimizer(groups, config.optim, compiled=compiled)
+
+    recorded = found.state.get("rows") if found is not None else None
+    rows = options.device_batch or recorded or fitting_rows(config, machine)
+    per_step = config.train.batch_tokens // config.model.context
+    rows = largest_divisor(per_step, rows)
+    order = RowOrder(config.train.packing, config.train.reuse_tails, seed=config.train.seed)
+    loader = Loader(
+        open_source(dataset, "train", tokenizer),
+        rows=rows,
+        context=config.model.context,
+        order=order,
+        state=found.state["loader"] if found is not None else None,
+        pin_memory=device.type == "cuda",
+    )
+    gpu = hardware.find_gpu(machine.name) if device.type == "cuda" else None
+    training = loop.Training(
+        config,
+        run,
+        model,
+        forward,
+        optimizer,
+        loader,
+        evaluator(config, dataset, tokenizer, forward, device, rows),
+        device,
+        micro_steps=per_step // rows,
+        peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
+        tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,
+    )
+    if found is not None:
+        loop.restore(training, found)
+        run.rewind_metrics(found.step)
+        say(f"going on with '{run.name}' from step {found.step} of {config.train.steps}")
+    return training
+
+
+def compute_dtype(machine: hardware.Hardware) -> torch.dtype:
+    """bf16 where a GPU has it in hardware. CPUs train the small models in fp32, which is exact and as fast."""
+    return torch.bfloat16 if machine.device == "cuda" and machine.native_bf16 else torch.float32
+
+
+def make_deterministic() -> None:
+    """The same bits every time on the same GPU, a little slower. Must come before CUDA is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
+    """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
+    context = config.model.context
+    if machine.device == "cpu":
+        return max(CPU_MICRO_TOKENS // context, 1)
+    wanted = max(GPU_MICRO_TOKENS // context, 1)
+    found = hardware.find_gpu(machine.name) or hardware.this_gpu()
+    fits = plan.largest_batch(config.model, found, 1, config.model.recompute)
+    if fits < 1:
+        raise UserError(
+            f"A model of depth {config.model.depth} does not fit the {machine.name} even one row at a time: choose "
+            "a smaller --depth or --context, or --recompute."
+        )
+    return min(wanted, fits)
+
+
+def largest_divisor(total: int, at_most: int) -> int:
+    """So that a step is whole micro-batches."""
+    return next(n for n in range(min(at_most, total), 0, -1) if total % n == 0)
+
+
+def evaluator(
+    config: Config,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    forward: Callable[..., Tensor],
+    device: torch.device,
+    rows: int,
+) -> Callable[[], BpbResult]:
+    """Bits per byte over the validation text, from its start, as much of it as the configuration says."""
+    source = open_source(dataset, "val", tokenizer)
+    sizes = torch.from_numpy(tokenizer.token_bytes(config.model.padded_vocab)).to(device)
+    batches = max(config.train.eval_tokens // (rows * config.model.context), 1)
+
+    @torch.no_grad()
+    def losses(batch: Batch) -> Tensor:
+        inputs, targets = batch.inputs.to(device), batch.targets.to(device)
+        return forward(inputs, targets, None, True)
+
+    def evaluate() -> BpbResult:
+        order = RowOrder(shuffle=False, epochs=1)
+        with Loader(source, rows=rows, context=config.model.context, order=order) as loader:
+            return evaluate_bpb(losses, islice(loader, batches), sizes)
+
+    return evaluate
+
+
+def finish(t: loop.Training, options: Options) -> dict[str, Any]:
+    """The summary, the samples and the plot of a run that reached its end."""
+    from nanorun.report.plots import plot_loss
+
+    records = list(read_metrics(t.run.folder))
+    steps = [r for r in records if r["kind"] == "step"]
+    last_eval = next(r for r in reversed(records) if r["kind"] == "eval")
+    speeds = sorted(r["tokens_per_s"] for r in steps[min(10, len(steps) // 2) :])
+    speed = speeds[len(speeds) // 2]
+    samples = sample(
+        t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
+    )
+    model = t.config.model
+    summary = {
+        "name": t.run.name,
+        "kind": "base",
+        "depth": model.depth,
+        "scaling_parameters": model.scaling_parameters,
+        "total_parameters": model.total_parameters,
+        "steps": t.step,
+        "tokens": t.tokens,
+        "val_bpb": last_eval["val_bpb"],
+        "val_loss": last_eval["val_loss"],
+        "train_loss": steps[-1]["loss"],
+        "seconds": round(t.seconds, 1),
+        "tokens_per_s": speed,
+        "mfu": steps[-1]["mfu"],
+        "peak_gib": steps[-1]["memory_gib"],
+        "skipped_steps": sum(bool(r["skipped"]) for r in steps),
+        "device": hardware.detect().name,
+        "torch": torch.__version__,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "samples": samples,
+    }
+    t.run.write_summary(summary)
+    plot_loss([(t.run.name, records)], t.run.folder / "loss.png")
+    return summary
+
+
+def sample(
+    model: GPT, dataset: Dataset, tokenizer: Tokenizer, many: int, length: int = 64
+) -> list[dict[str, str]]:
+    """How the model goes on from the first words of validation documents."""
+    prompts = [_opening(text) for text in islice(_texts(dataset), many)]
+    if not prompts:
+        prompts = ["The"] * min(many, 1)
+    ids = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in prompts]
+    replies = generate(model, ids, length, temperature=0.8, stop=[tokenizer.bos])
+    said = [tokenizer.decode(reply) for reply in replies]
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, said, strict=True)]
+
+
+def _texts(dataset: Dataset) -> Iterator[str]:
+    return read_texts(dataset.files("val")) if dataset.kind == "parquet" else iter(())
+
+
+def _opening(text: str) -> str:
+    return " ".join(text.split()[:3])

@@ -1,0 +1,407 @@
+"""Checkpoints: everything a run needs to go on, on disk whole or not at all.
+
+    checkpoints/000060/          named by the updates done
+        model.safetensors        the weights, readable by anything that reads safetensors
+        optimizer.safetensors    the optimizer's tensors
+        state.json               {"format": "nanorun-checkpoint", "version": 1, "step": 60, "state": {...}}:
+                                 loader position, random numbers, counters, whatever the caller gives
+        checksums.json           {"files": {NAME: {"bytes": N, "sha256": HEX}}} of the three above
+
+There is no pickle anywhere, so loading a checkpoint runs no code, and no date, so equal runs write equal
+bytes. A checkpoint is written in a hidden folder beside, synced to disk, and renamed as the last act; it
+is removed by the same steps backwards. Whatever has a real name is therefore complete, and what a killed
+writer leaves is hidden and swept away by `load_newest`. Disks still lose bits, so loading verifies every
+byte; a damaged checkpoint is set aside as `damaged-000060` and the one before it is used.
+
+`save`, `prune` and `load_newest` (with its `repair`) are for the one process that holds the run's lock.
+Others, such as a chat with a model in training, read with `load_newest(..., repair=False)`.
+
+Not covered: a disk that lies about fsync, and damage to memory before the bytes are written.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanorun import console, home
+from nanorun.errors import UserError
+
+MODEL, OPTIMIZER, STATE, CHECKSUMS = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "checksums.json",
+)
+FILES = (MODEL, OPTIMIZER, STATE)
+_CHUNK = 16 << 20
+_SLACK = 1 << 20  # headers, checksums and the file system's own blocks
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class NonFinite(Exception):
+    """The weights hold NaN or infinities: saving them would replace something good by something dead."""
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be trusted, with the reason."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+    path: Path
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+) -> Path:
+    """Writes the checkpoint of `step` and returns its folder. One of the same step is replaced.
+
+    Tensors go to the CPU one at a time, so a model on a GPU needs no second copy in memory. Tensors that
+    share memory (tied weights) are written once under each of their names.
+    """
+    if step < 0:
+        raise ValueError(f"a checkpoint needs a step of 0 or more, not {step}")
+    for what, tensors in (("the model", model), ("the optimizer", optimizer)):
+        _check_tensors(what, tensors)
+    _check_json(state, "state")
+    record = {"format": "nanorun-checkpoint", "version": 1, "step": step, "state": dict(state)}
+    text = (json.dumps(record) + "\n").encode()
+    final = folder / _name(step)
+    with _explained(final):
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder, final.name)
+        _check_room(folder, final.name, _bytes(model) + _bytes(optimizer) + len(text) + _SLACK)
+        with home.new_folder(final, replace=True) as work, _explained(final):
+            sums = {
+                MODEL: _write(work / MODEL, _safetensors(model)),
+                OPTIMIZER: _write(work / OPTIMIZER, _safetensors(optimizer)),
+                STATE: _write(work / STATE, [text]),
+            }
+            _write(work / CHECKSUMS, [(json.dumps({"files": sums}, indent=1) + "\n").encode()])
+        _sync(folder)
+    return final
+
+
+def load(path: Path) -> Checkpoint:
+    """One checkpoint, every byte verified; raises Damaged with the reason if anything is wrong with it."""
+    _verify(path)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        record = json.loads((path / STATE).read_bytes())
+        if record["format"] != "nanorun-checkpoint" or record["version"] != 1:
+            raise UserError(
+                f"{path} has format {record['format']} {record['version']}, which this nanorun cannot read: "
+                "use the nanorun that wrote it."
+            )
+        step, state = record["step"], record["state"]
+        model, optimizer = load_file(path / MODEL), load_file(path / OPTIMIZER)
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise Damaged(f"it cannot be read: {error}") from error
+    return Checkpoint(step, model, optimizer, state, path)
+
+
+def load_newest(
+    folder: Path, say: Callable[[str], None] = console.say, *, repair: bool = True
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or None if there never was one."""
+    if not folder.is_dir():
+        return None
+    if repair:
+        _sweep(folder)
+    damaged: dict[str, str] = {}
+    found = None
+    for step in reversed(steps(folder)):
+        path = folder / _name(step)
+        try:
+            found = load(path)
+            break
+        except Damaged as damage:
+            if path.is_dir():  # else it was pruned under our eyes
+                damaged[path.name] = str(damage)
+    if found is None:
+        reasons = [f"{name}: {reason}" for name, reason in damaged.items()]
+        reasons += sorted(entry.name for entry in folder.glob("damaged-*"))
+        if not reasons:
+            return None
+        raise UserError(
+            f"Every checkpoint in {folder} is damaged ({'; '.join(reasons)}): put one back from a copy, or "
+            "begin anew with --fresh."
+        )
+    for name, reason in damaged.items():
+        say(f"{folder.name}/{name} is damaged ({reason}): going on from {found.path.name}")
+        if repair:
+            _set_aside(folder / name)
+    return found
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in the folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    numbers = (int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
+    return sorted(step for step in numbers if (folder / _name(step)).is_dir())
+
+
+def prune(folder: Path, keep: int, milestones_every: int | None = None) -> list[int]:
+    """Removes all but the newest `keep` and the multiples of `milestones_every`; says which went.
+
+    The newest one whose files are there in full length stays in any case (contents are not read here:
+    every save would cost a read of the whole disk).
+    """
+    if keep < 1:
+        raise ValueError(f"at least one checkpoint must be kept, not {keep}")
+    found = steps(folder)
+    wanted = set(found[-keep:])
+    if milestones_every:
+        wanted |= {step for step in found if step % milestones_every == 0}
+    wanted |= set([step for step in found if _looks_whole(folder / _name(step))][-1:])
+    gone = [step for step in found if step not in wanted]
+    for step in gone:
+        hidden = folder / f".{_name(step)}.removed-{platform.node()}-{os.getpid()}"
+        (folder / _name(step)).rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+    return gone
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Where Python's, NumPy's and torch's global random numbers stand in this process, as tensors.
+
+    Of CUDA only the current device, which is a rank's own. Every rank has a state of its own.
+    """
+    version, numbers, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": torch.tensor([version, *numbers]),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*np.asarray(keys).tolist(), int(position)]),
+        "numpy_gauss": torch.tensor([float(cached)] if has_gauss else [], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: Mapping[str, Tensor]) -> None:
+    version, *numbers = state["python"].tolist()
+    gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(numbers), gauss[0] if gauss else None))
+    *keys, position = state["numpy"].tolist()
+    cached = state["numpy_gauss"].tolist()
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, len(cached), cached[0] if cached else 0.0)
+    )
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def _name(step: int) -> str:
+    return f"{step:06d}"
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _check_tensors(what: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
+            raise TypeError(f"{name} of {what} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}")
+        if tensor.is_floating_point() and tensor.numel():
+            wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
+            low, high = torch.aminmax(wide)  # one pass, no copy; NaN wins in both
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise NonFinite(f"{name} of {what} holds NaN or infinite values: this state is not saved.")
+
+
+def _check_json(value: Any, path: str) -> None:
+    """What JSON would silently turn into something else must not come back changed from a checkpoint."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{path} has the key {key!r}: JSON would make it a string")
+            _check_json(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(item, f"{path}[{index}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise TypeError(f"{path} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def _check_room(folder: Path, name: str, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"The checkpoint {name} needs {console.size(needed)} and {folder} has {console.size(free)} free: "
+            "free some space there or keep fewer checkpoints; nothing was written, and earlier checkpoints "
+            "are untouched."
+        )
+
+
+@contextmanager
+def _explained(final: Path) -> Iterator[None]:
+    """What the disk refuses, as one sentence for the person."""
+    try:
+        yield
+    except OSError as error:
+        advice = "check that disk and your rights on it"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "free some space on that disk or have your quota raised"
+        elif error.errno == errno.EFBIG:
+            advice = "allow larger files there (ulimit -f)"
+        raise UserError(
+            f"The checkpoint {final} could not be written ({error.strerror}): {advice}; nothing of it was "
+            "kept, and earlier checkpoints are untouched."
+        ) from error
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
+    """The bytes of a safetensors file, one tensor in memory at a time (the library wants all at once)."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        if tensors[name].numel():
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            yield flat.view(torch.uint8).numpy().data
+
+
+def _write(path: Path, parts: Iterable[memoryview | bytes]) -> dict[str, Any]:
+    """Writes and syncs one file, and returns its entry in checksums.json."""
+    digest, written = hashlib.sha256(), 0
+    with open(path, "xb", buffering=0) as file:
+        for part in parts:
+            for start in range(0, len(part), _CHUNK):
+                chunk = memoryview(part)[start : start + _CHUNK]
+                digest.update(chunk)
+                written += len(chunk)
+                _write_all(file, chunk)
+        os.fsync(file.fileno())
+    return {"bytes": written, "sha256": digest.hexdigest()}
+
+
+def _write_all(file: IO[bytes], chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[file.write(chunk) :]
+
+
+def _read_checksums(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        files = json.loads((path / CHECKSUMS).read_bytes())["files"]
+        return {name: {"bytes": int(files[name]["bytes"]), "sha256": files[name]["sha256"]} for name in FILES}
+    except FileNotFoundError:
+        raise Damaged(f"{CHECKSUMS} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{CHECKSUMS} cannot be read") from error
+
+
+def _check_sizes(path: Path) -> dict[str, dict[str, Any]]:
+    sums = _read_checksums(path)
+    for name, entry in sums.items():
+        file = path / name
+        if not file.is_file():
+            raise Damaged(f"{name} is missing")
+        short = entry["bytes"] - file.stat().st_size
+        if short:
+            raise Damaged(f"{name} is {abs(short):,} bytes {'short' if short > 0 else 'too long'}")
+    return sums
+
+
+def _verify(path: Path) -> None:
+    try:
+        for name, entry in _check_sizes(path).items():
+            with open(path / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    raise Damaged(f"{name} does not match its checksum")
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOENT):
+            raise Damaged(f"it cannot be read: {error.strerror}") from error
+        raise UserError(  # no rights, no memory, too many open files: the checkpoint may well be good
+            f"{path} cannot be read ({error.strerror}): remove the cause and start the same command again."
+        ) from error
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        _check_sizes(path)
+    except (Damaged, OSError):
+        return False
+    return True
+
+
+def _set_aside(path: Path) -> None:
+    """Out of the way, but kept: parts of it may be worth saving by hand."""
+    aside, number = path.with_name(f"damaged-{path.name}"), 2
+    while aside.exists():
+        aside, number = path.with_name(f"damaged-{path.name}-{number}"), number + 1
+    path.rename(aside)
+
+
+def _sweep(folder: Path, name: str = "") -> None:
+    """Clears up after killed writers (of one checkpoint): only the holder of the run may do that."""
+    for left in folder.glob(f".{name}.*" if name else ".*"):
+        real = folder / left.name[1:].partition(".")[0]
+        if left.name.startswith(f".{real.name}.old-") and not real.exists():
+            left.rename(real)  # killed between the two renames of a replacement
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

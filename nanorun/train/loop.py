@@ -1,0 +1,220 @@
+"""One training step, and the loop around it. Every stage (base, sft) trains through here.
+
+    batches of this step  →  loss and gradients, micro-batch by micro-batch  →  a look at them (guard)
+    →  update of the weights (optimizer)  →  log, and when due: save, evaluate
+
+The loss of a step is the sum over its tokens divided by how many are trained in the whole step, over all
+micro-batches and ranks, so that cutting the step up differently changes nothing. The device is waited for
+once a step, for the two numbers that the guard looks at.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanorun.config import Config
+from nanorun.console import Progress, say
+from nanorun.data.loader import Batch, Loader
+from nanorun.evals.bpb import BpbResult
+from nanorun.model.gpt import GPT
+from nanorun.optim import schedules
+from nanorun.optim.optimizer import Optimizer
+from nanorun.runs import Run
+from nanorun.train import checkpoint
+from nanorun.train.guard import Guard, SpeedWatch, StopSignals, Verdict
+from nanorun.train.track import Tracker
+
+
+@dataclass
+class Training:
+    """Everything a run consists of. What `state` holds, and the weights, is all it needs to go on."""
+
+    config: Config
+    run: Run
+    model: GPT
+    forward: Callable[..., Tensor]  # the model, compiled where that pays
+    optimizer: Optimizer
+    loader: Loader
+    evaluate: Callable[[], BpbResult]
+    device: torch.device
+    micro_steps: int  # batches of the loader that make one step
+    peak_flops: float | None = None  # of the device, for MFU
+    guard: Guard = field(default_factory=Guard)
+    step: int = 0  # updates done
+    tokens: int = 0  # trained on so far
+    seconds: float = 0.0  # spent training, without evaluation and saving
+    best_bpb: float | None = None
+    tracker: Tracker | None = None
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.run.log(record)
+        if self.tracker is not None:
+            self.tracker.log(record)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did."""
+
+    loss: float
+    norm: float
+    tokens: int
+    seconds: float
+    waited: float  # of them, for data
+    verdict: Verdict
+    rate: float
+
+
+def train_step(t: Training) -> Step:
+    """The whole of training, on one screen."""
+    start = time.perf_counter()
+    rates = schedules.rates(t.step, t.config.train.steps, t.config.optim)
+    batches = [next(t.loader) for _ in range(t.micro_steps)]
+    trained = sum(batch.trained_tokens for batch in batches)
+    waited = time.perf_counter() - start
+
+    total = torch.zeros((), device=t.device)
+    for batch in batches:
+        loss = t.forward(*to_device(batch, t)) / trained
+        loss.backward()
+        total += loss.detach()
+    norm = t.optimizer.clip(t.config.optim.clip)
+
+    loss_now, norm_now = torch.stack([total.float(), norm.float()]).tolist()
+    verdict = t.guard.judge(loss_now, norm_now)
+    if verdict == "ok":
+        t.optimizer.step(rates)
+    t.optimizer.zero_grad()
+    t.step += 1
+    t.tokens += trained
+    seconds = time.perf_counter() - start
+    t.seconds += seconds
+    return Step(loss_now, norm_now, trained, seconds, waited, verdict, rates.rate_scale)
+
+
+def train(t: Training) -> bool:
+    """Steps until the end, saving and evaluating on the way. False when a signal stopped it (it is saved)."""
+    train = t.config.train
+    watch, last_save = SpeedWatch(), time.monotonic()
+    total = train.steps * train.batch_tokens
+    with StopSignals() as stop, Progress(f"training {t.run.name}", total, "tok", done=t.tokens) as bar:
+        while t.step < train.steps and not stop.requested:
+            step = train_step(t)
+            t.log(step_record(t, step))
+            bar.advance(step.tokens, note=f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
+            if warning := watch.feed(step.tokens, step.seconds, step.waited):
+                say(warning)
+            if step.verdict != "ok":
+                bar.note(f"step {t.step} skipped: {t.guard.reason}")
+            if step.verdict == "rollback":
+                roll_back(t)
+                continue
+            done = t.step == train.steps
+            minutes = (time.monotonic() - last_save) / 60
+            evaluate = done or (train.eval_every > 0 and t.step % train.eval_every == 0)
+            if evaluate or t.step % train.save_every == 0 or minutes >= train.save_minutes:
+                save(t)
+                last_save = time.monotonic()
+            if evaluate:
+                bar.note(f"validation {log_evaluation(t).bpb:.4f} bits per byte at step {t.step}")
+        if t.step < train.steps:
+            save(t)
+    return t.step == train.steps
+
+
+def to_device(batch: Batch, t: Training) -> tuple[Tensor, Tensor, Tensor | None]:
+    inputs = batch.inputs.to(t.device, non_blocking=True)
+    targets = batch.targets.to(t.device, non_blocking=True)
+    if not t.config.model.document_mask:
+        return inputs, targets, None
+    docs = torch.zeros(inputs.numel(), dtype=torch.int32)
+    docs[batch.doc_starts.long()] = 1
+    return (
+        inputs,
+        targets,
+        docs.cumsum(0, dtype=torch.int32).view(inputs.shape).to(t.device, non_blocking=True),
+    )
+
+
+def step_record(t: Training, step: Step) -> dict[str, Any]:
+    speed = step.tokens / step.seconds
+    mfu = t.config.model.flops_per_token * speed / t.peak_flops if t.peak_flops else None
+    memory = torch.cuda.max_memory_allocated(t.device) if t.device.type == "cuda" else None
+    return {
+        "kind": "step",
+        "step": t.step,
+        "loss": step.loss,
+        "tokens": t.tokens,
+        "seconds": round(t.seconds, 4),
+        "tokens_per_s": round(speed, 1),
+        "mfu": mfu,
+        "memory_gib": memory and memory / 2**30,
+        "lr": step.rate,
+        "grad_norm": step.norm,
+        "data_wait_s": round(step.waited, 4),
+        "skipped": step.verdict != "ok",
+    }
+
+
+def log_evaluation(t: Training) -> BpbResult:
+    result = t.evaluate()
+    t.best_bpb = min(result.bpb, t.best_bpb or result.bpb)
+    record = {"kind": "eval", "step": t.step, "tokens": t.tokens, "seconds": round(t.seconds, 4)}
+    t.log({**record, "val_bpb": result.bpb, "val_loss": result.loss, "val_tokens": result.tokens})
+    return result
+
+
+def save(t: Training) -> None:
+    state = {
+        "step": t.step,
+        "tokens": t.tokens,
+        "seconds": t.seconds,
+        "best_bpb": t.best_bpb,
+        "rows": t.loader.rows,
+        "loader": t.loader.state(),
+        "guard": t.guard.state_dict(),
+    }
+    folder = t.run.checkpoints
+    try:
+        checkpoint.save(folder, t.step, t.model.state_dict(), {**t.optimizer.state_dict(), **rng()}, state)
+    except checkpoint.NonFinite as error:
+        say(f"not saved: {error}")
+        return
+    checkpoint.prune(folder, t.config.train.keep_checkpoints)
+
+
+def rng() -> dict[str, Tensor]:
+    return {f"rng.{name}": state for name, state in checkpoint.rng_state().items()}
+
+
+def restore(t: Training, found: checkpoint.Checkpoint) -> None:
+    """Weights, optimizer, random numbers and counters of a checkpoint. The loader is made from its state."""
+    load_weights(t, found)
+    checkpoint.restore_rng({n[4:]: s for n, s in found.optimizer.items() if n.startswith("rng.")})
+    t.tokens, t.seconds = found.state["tokens"], found.state["seconds"]
+    t.best_bpb = found.state["best_bpb"]
+    t.guard.load_state_dict(found.state["guard"])
+
+
+def load_weights(t: Training, found: checkpoint.Checkpoint) -> None:
+    t.model.load_state_dict(found.model)
+    t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
+    t.step = found.step
+
+
+def roll_back(t: Training) -> None:
+    """Back to the last good weights, and on with the data behind the trouble: the same would come again."""
+    found = checkpoint.load_newest(t.run.checkpoints)
+    if found is None:
+        say(f"step {t.step}: several bad steps in a row and no checkpoint yet; skipping them")
+        return
+    say(
+        f"step {t.step}: several bad steps in a row; back to the weights of step {found.step}, past this data"
+    )
+    load_weights(t, found)
+    t.guard.rolled_back(found.state["guard"])
+    t.run.rewind_metrics(found.step)

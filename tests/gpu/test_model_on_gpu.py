@@ -1,0 +1,103 @@
+"""What runs on a GPU gives what the plain definitions give, forward and backward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanorun.config import OptimConfig, scale_model
+from nanorun.model.attention import attend, choose_backends
+from nanorun.model.gpt import build
+from nanorun.model.loss import chunked_loss, plain_loss
+from nanorun.optim import schedules
+from nanorun.optim.groups import group_parameters
+from nanorun.optim.optimizer import Optimizer
+
+
+def leaves(*shapes, dtype, seed=0):
+    dice = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(s, device="cuda", dtype=torch.float64, generator=dice).to(dtype).requires_grad_()
+        for s in shapes
+    ]
+
+
+def relative_error(fast, truth):
+    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@pytest.mark.parametrize("window", [128, 300, 1000])
+@pytest.mark.parametrize("backend", ["flex", "cudnn", "sdpa"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_attention_backends_agree_with_the_definition_in_float64(backend, window, kv_heads):
+    length, dim = 1000, 128
+    if backend == "cudnn" and window < length:
+        pytest.skip("cuDNN takes the full window only")
+    shapes = [(2, length, 4, dim), (2, length, kv_heads, dim), (2, length, kv_heads, dim)]
+    q, k, v = leaves(*shapes, dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    call = torch.compile(attend, dynamic=False) if backend == "flex" else attend
+    outs = [call(q, k, v, window, backend), attend(*exact, window, "plain")]
+    weight = torch.linspace(-1, 1, outs[0].numel(), device="cuda").view_as(outs[0])
+    for out in outs:
+        (out.double() * weight).sum().backward()
+    assert relative_error(outs[0], outs[1]) < 0.01
+    for fast, truth in zip((q, k, v), exact, strict=True):
+        assert relative_error(fast.grad, truth.grad) < 0.02
+
+
+def test_documents_are_masked_by_flex_as_by_the_definition():
+    docs = torch.randint(0, 2, (2, 512), device="cuda").cumsum(1)
+    q, k, v = leaves(*[(2, 512, 2, 64)] * 3, dtype=torch.float32)
+    fast = torch.compile(attend, dynamic=False)(q, k, v, 200, "flex", docs)
+    torch.testing.assert_close(fast, attend(q, k, v, 200, "plain", docs), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [1000, 4096])
+def test_the_compiled_chunked_loss_agrees_with_float64(rows):
+    x, weight = leaves((rows, 256), (1024, 256), dtype=torch.float32)
+    with torch.no_grad():
+        weight *= 0.1
+    targets = torch.randint(-1, 1000, (rows,), device="cuda")
+    low = x.detach().bfloat16().requires_grad_()
+    exact = [low.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    fast = torch.compile(chunked_loss, dynamic=False, fullgraph=True)(
+        low, weight, targets, 15.0, 1000, "sum", 512
+    )
+    truth = plain_loss(exact[0], exact[1], targets, 15.0, 1000)
+    fast.backward()
+    truth.backward()
+    assert abs(fast.item() / truth.item() - 1) < 1e-3
+    assert relative_error(low.grad, exact[0].grad) < 0.02
+    assert relative_error(weight.grad, exact[1].grad) < 0.02
+
+
+def test_the_compiled_model_trains_as_the_plain_one_does_and_never_recompiles():
+    config = scale_model(4, 1000, context=512, dim=256, heads=2, kv_heads=2, short_window=128)
+    device = torch.device("cuda")
+    backends = choose_backends(config, device)
+    tokens = torch.randint(0, 1000, (4, 513), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    losses = {}
+    for kind in ("plain", "fast"):
+        fast = kind == "fast"
+        ways = backends if fast else ("plain",) * 4
+        model = build(config, device, torch.bfloat16 if fast else torch.float32, ways, seed=3)
+        forward = torch.compile(model, dynamic=False, fullgraph=True) if fast else model
+        optim = replace(OptimConfig(), warmup_steps=5)
+        optimizer = Optimizer(group_parameters(model.named_parameters(), optim), optim, compiled=fast)
+        seen = []
+        if fast:
+            torch._dynamo.reset()
+        for step in range(20):
+            loss = forward(tokens[:, :-1].int(), tokens[:, 1:]) / tokens[:, 1:].numel()
+            loss.backward()
+            optimizer.step(schedules.rates(step, 20, optim))
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            if fast and step == 10:
+                compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        losses[kind] = seen
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    assert losses["fast"][-1] < losses["fast"][0] - 0.5
+    for fast, plain in zip(losses["fast"], losses["plain"], strict=True):
+        assert fast == pytest.approx(plain, abs=0.1)

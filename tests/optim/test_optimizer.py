@@ -1,0 +1,468 @@
+"""The optimizer against plain loops in float64, torch's own AdamW, a restart, and the compiler."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from nanorun.config import OptimConfig
+from nanorun.errors import UserError
+from nanorun.optim.adamw import EPSILON
+from nanorun.optim.groups import Group, group_parameters
+from nanorun.optim.muon import even_out, muon_update
+from nanorun.optim.optimizer import Optimizer
+from nanorun.optim.orthogonal import newton_schulz, polar_express
+from nanorun.optim.schedules import Rates, rates
+
+CONFIG = OptimConfig()
+
+
+def model_parameters(dtype: torch.dtype = torch.float64, layers: int = 2) -> dict[str, nn.Parameter]:
+    """Every kind of name our GPT has, at a size that a test can afford."""
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (20, 8), "head.weight": (20, 8)}
+    for i in range(layers):
+        shapes |= {f"blocks.{i}.attention.{kind}.weight": (8, 8) for kind in ("q", "out")}
+        shapes |= {f"blocks.{i}.attention.{kind}.weight": (4, 8) for kind in ("k", "v")}
+        shapes |= {f"blocks.{i}.mlp.up.weight": (32, 8), f"blocks.{i}.mlp.down.weight": (8, 32)}
+    last = layers - 1
+    shapes |= {f"value_embeds.{last}.weight": (20, 4), f"blocks.{last}.attention.value_gate.weight": (1, 12)}
+    shapes |= {"smear_gate.weight": (1, 24), "smear_scale": (), "backout_scale": (1,)}
+    shapes |= {"lambdas": (layers,), "mus": (layers,)}
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for name, shape in shapes.items()
+    }
+
+
+def set_gradients(params: dict[str, nn.Parameter], step: int) -> None:
+    """Gradients as from a loss: they depend on the parameters, and differ from step to step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in params.values():
+        noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+        param.grad = 0.3 * param.detach() + noise
+
+
+def build(params: dict[str, nn.Parameter], config: OptimConfig = CONFIG, **options) -> Optimizer:
+    options = {"compiled": False, **options}
+    return Optimizer(group_parameters(params.items(), config), config, **options)
+
+
+def matrix_optimizer(matrices: list[nn.Parameter], config: OptimConfig) -> Optimizer:
+    names = tuple(f"matrix.{i}" for i in range(len(matrices)))
+    group = Group("matrices", config.matrix_rate, config.matrix_decay, None, names, tuple(matrices))
+    return Optimizer([group], config, compiled=False)
+
+
+# --- Muon -------------------------------------------------------------------------------------------------
+
+
+def plain_muon(start: Tensor, gradients: list[Tensor], schedule: list[Rates], config: OptimConfig) -> Tensor:
+    """One matrix, one line an idea, no stacking: what `muon_update` must equal."""
+    w, rows, cols = start.clone(), *start.shape
+    momentum = torch.zeros_like(w)
+    moments = torch.zeros(max(rows, cols), dtype=w.dtype)
+    for grad, now in zip(gradients, schedule, strict=True):
+        momentum = now.momentum * momentum + (1 - now.momentum) * grad
+        update = momentum
+        if config.nesterov:
+            update = now.momentum * momentum + (1 - now.momentum) * grad
+        method = polar_express if config.orthogonalize == "polar_express" else newton_schulz
+        update = method(update)
+        if config.normuon:
+            lines = update if rows >= cols else update.T.clone()
+            evened = torch.empty_like(lines)
+            for i, line in enumerate(lines):
+                moments[i] = config.beta2 * moments[i] + (1 - config.beta2) * (line**2).mean()
+                evened[i] = line / moments[i].sqrt()
+            evened = evened * (lines.norm() / evened.norm())
+            update = evened if rows >= cols else evened.T
+        if rows > cols:
+            update = update * (rows / cols) ** 0.5
+        rate, decay = config.matrix_rate * now.rate_scale, config.matrix_decay * now.decay_scale
+        for i in range(rows):
+            for j in range(cols):
+                if not config.cautious_decay or update[i, j] * w[i, j] >= 0:
+                    w[i, j] = w[i, j] - rate * decay * w[i, j]
+        w = w - rate * update
+    return w
+
+
+VARIANTS = {
+    "default": CONFIG,
+    "newton_schulz": replace(CONFIG, orthogonalize="newton_schulz"),
+    "no_normuon": replace(CONFIG, normuon=False),
+    "plain_decay": replace(CONFIG, cautious_decay=False),
+    "no_nesterov": replace(CONFIG, nesterov=False),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [(6, 6), (12, 4), (4, 12)], ids=str)
+def test_a_stack_of_matrices_follows_the_plain_loop(variant, shape):
+    config = replace(VARIANTS[variant], matrix_rate=0.1)
+    torch.manual_seed(0)
+    starts = torch.randn(3, *shape, dtype=torch.float64)
+    gradients = torch.randn(8, 3, *shape, dtype=torch.float64)
+    schedule = [rates(step, 8, replace(config, warmup_steps=3)) for step in range(8)]
+    matrices = [nn.Parameter(start.clone()) for start in starts]
+    optimizer = matrix_optimizer(matrices, config)
+    assert len(optimizer.units) == 1
+    for grads, now in zip(gradients, schedule, strict=True):
+        for matrix, grad in zip(matrices, grads, strict=True):
+            matrix.grad = grad.clone()
+        optimizer.step(now)
+    for i, matrix in enumerate(matrices):
+        expected = plain_muon(starts[i], list(gradients[:, i]), schedule, config)
+        assert (expected - starts[i]).norm() > 0.5  # it went somewhere
+        torch.testing.assert_close(matrix.detach(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_stack_moves_as_its_matrices_would_alone():
+    together, alone = model_parameters(), model_parameters()
+    matrices = [name for name in together if ".mlp." in name or ".attention.q" in name]
+    stacked = matrix_optimizer([together[name] for name in matrices], CONFIG)
+    singles = [matrix_optimizer([alone[name]], CONFIG) for name in matrices]
+    assert len(stacked.units) == 3  # up, down, q
+    for step in range(4):
+        set_gradients(together, step)
+        set_gradients(alone, step)
+        for optimizer in (stacked, *singles):
+            optimizer.step(rates(step, 4, CONFIG))
+    for name in matrices:
+        torch.testing.assert_close(together[name], alone[name], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3, 10, 10), (3, 24, 8), (3, 8, 24)], ids=str)
+def test_normuon_evens_out_the_lines_and_keeps_the_frobenius_norm(shape):
+    torch.manual_seed(1)
+    update = torch.randn(shape, dtype=torch.float64) * torch.logspace(-2, 1, shape[1])[:, None]
+    update = update * torch.logspace(-1, 1, shape[2])
+    average = -1 if shape[1] >= shape[2] else -2
+    second = torch.zeros_like(update.sum(average, keepdim=True))
+    beta2 = torch.tensor(0.9, dtype=torch.float64)
+    for _ in range(3):
+        evened, second = even_out(update, second, beta2)
+        torch.testing.assert_close(torch.linalg.matrix_norm(evened), torch.linalg.matrix_norm(update))
+    lines = evened.square().mean(average)  # the same update each time: its lines end equally long
+    torch.testing.assert_close(lines, lines.mean(-1, keepdim=True).expand_as(lines))
+
+
+def test_a_matrix_without_any_gradient_stays_put_and_finite():
+    matrix = nn.Parameter(torch.randn(4, 6))
+    before = matrix.detach().clone()
+    optimizer = matrix_optimizer([matrix], replace(CONFIG, matrix_decay=0.0))
+    matrix.grad = torch.zeros_like(matrix)
+    optimizer.step(Rates(1.0, 0.9, 1.0))
+    assert torch.equal(matrix, before)
+
+
+def test_cautious_decay_shrinks_only_what_the_update_shrinks_too():
+    torch.manual_seed(2)
+    params, grads = torch.randn(2, 2, 6, 5, dtype=torch.float64)
+    zeros = torch.zeros_like(params)
+
+    def after(decay: float, cautious: bool = True) -> Tensor:
+        scalars = [torch.tensor(value, dtype=torch.float64) for value in (0.1, 0.9, decay, 0.9)]
+        switches = {"orthogonalize": "polar_express", "nesterov": True, "cautious": cautious}
+        return muon_update(params, grads, zeros, None, *scalars, **switches)[0]
+
+    shrinks = (params - after(0.0)) * params >= 0  # without decay the update alone moves it towards zero
+    assert 0.2 < shrinks.double().mean() < 0.8
+    pulled = after(0.0) - after(0.5)
+    torch.testing.assert_close(pulled, torch.where(shrinks, 0.1 * 0.5 * params, zeros))
+    torch.testing.assert_close(after(0.0) - after(0.5, cautious=False), 0.1 * 0.5 * params)
+
+
+def test_muon_solves_a_skewed_regression_in_fewer_updates_than_sgd():
+    """Input directions of sizes 1 to 1/60, all equally needed: the largest limits the rate of gradient descent."""
+    torch.manual_seed(3)
+    sizes = torch.logspace(0, -1.8, 16)
+    inputs = 8 * torch.linalg.qr(torch.randn(64, 16))[0] * sizes
+    target = inputs @ (torch.linalg.qr(torch.randn(16, 16))[0] / sizes[:, None])
+
+    def loss_after_100(rate: float, muon: bool) -> float:
+        weight = nn.Parameter(torch.zeros(16, 16))
+        config = replace(CONFIG, matrix_rate=rate, matrix_decay=0.0, warmup_steps=0)
+        optimizer = matrix_optimizer([weight], config)
+        sgd = torch.optim.SGD([weight], rate, momentum=0.9)
+        for step in range(100):
+            loss = (inputs @ weight.T - target).square().sum() / 64
+            weight.grad = torch.autograd.grad(loss, weight)[0]
+            now = rates(step, 100, config)
+            sgd.param_groups[0]["lr"] = rate * now.rate_scale
+            if muon:
+                optimizer.step(now)
+            else:
+                sgd.step()
+        return loss.item()
+
+    best_sgd = min(loss_after_100(rate, muon=False) for rate in (0.1, 0.3, 1.0, 1.5))
+    best_muon = min(loss_after_100(rate, muon=True) for rate in (0.3, 1.0, 3.0))
+    assert best_muon < best_sgd / 4
+
+
+# --- AdamW ------------------------------------------------------------------------------------------------
+
+
+def test_adamw_is_torchs_adamw():
+    ours, theirs = model_parameters(), model_parameters()
+    groups = [group for group in group_parameters(ours.items(), CONFIG) if group.betas]
+    groups = [replace(group, rate=0.01, decay=group.decay + 0.1) for group in groups]
+    optimizer = Optimizer(groups, CONFIG, compiled=False)
+    reference = torch.optim.AdamW(
+        [
+            {
+                "params": [theirs[name] for name in group.names],
+                "lr": group.rate,
+                "betas": group.betas,
+                "weight_decay": group.decay,
+            }
+            for group in groups
+        ],
+        eps=EPSILON,
+    )
+    for step in range(6):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        optimizer.step(Rates(1.0, 0.9, 1.0))
+        reference.step()
+    start = model_parameters()
+    for name in (name for group in groups for name in group.names):
+        assert not torch.equal(ours[name], start[name])
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-12, atol=1e-12)
+
+
+# --- groups -----------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_is_in_the_group_its_name_says():
+    params = model_parameters()
+    groups = {group.name: group for group in group_parameters(params.items(), CONFIG)}
+    assert sorted(name for group in groups.values() for name in group.names) == sorted(params)
+    assert len(groups["matrices"].names) == 12
+    assert groups["matrices"].betas is None
+    assert groups["gates"].names == (
+        "blocks.1.attention.value_gate.weight",
+        "smear_gate.weight",
+        "smear_scale",
+        "backout_scale",
+    )
+    facts = {name: (group.rate, group.decay, group.betas) for name, group in groups.items()}
+    assert facts == {
+        "matrices": (0.02, 0.28, None),
+        "head": (0.008, 0.01, (0.8, 0.96)),
+        "embedding": (0.3, 0.001, (0.8, 0.995)),
+        "value_embeddings": (0.15, 0.01, (0.8, 0.995)),
+        "lambdas": (0.005, 0.05, (0.8, 0.95)),
+        "mus": (0.5, 0.0, (0.96, 0.95)),
+        "gates": (0.2, 0.0, (0.8, 0.95)),
+    }
+
+
+@pytest.mark.parametrize("name", ["blocks.0.attention.new.weight", "blocks.0.mlp.up.bias", "xembed.weight"])
+def test_an_unknown_name_is_refused(name):
+    params = {**model_parameters(), name: nn.Parameter(torch.zeros(8, 8))}
+    with pytest.raises(ValueError, match=name):
+        group_parameters(params.items(), CONFIG)
+    params[name].requires_grad_(False)
+    assert all(name not in group.names for group in group_parameters(params.items(), CONFIG))
+
+
+def test_a_frozen_parameter_is_left_alone_and_one_without_gradient_stops_the_step():
+    params = model_parameters()
+    params["embed.weight"].requires_grad_(False)
+    optimizer = build(params)
+    set_gradients(params, 0)
+    optimizer.step(Rates(1.0, 0.9, 1.0))
+    start = model_parameters()
+    assert torch.equal(params["embed.weight"], start["embed.weight"])
+    moved = {name: param.detach().clone() for name, param in params.items()}
+    params["mus"].grad = None
+    with pytest.raises(ValueError, match="no gradient for mus"):
+        optimizer.step(Rates(1.0, 0.9, 1.0))
+    assert all(torch.equal(params[name], moved[name]) for name in params)
+
+
+# --- gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_is_torchs_clipping(max_norm):
+    ours, theirs = model_parameters(), model_parameters()
+    set_gradients(ours, 0)
+    set_gradients(theirs, 0)
+    norm = build(ours).clip(max_norm)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.values(), max_norm))
+    for name in ours:
+        torch.testing.assert_close(ours[name].grad, theirs[name].grad)
+
+
+def test_without_a_limit_clip_only_measures():
+    params = model_parameters()
+    set_gradients(params, 0)
+    before = {name: param.grad.clone() for name, param in params.items()}
+    norm = build(params).clip(None)
+    expected = torch.cat([grad.flatten() for grad in before.values()]).norm()
+    torch.testing.assert_close(norm, expected)
+    assert all(torch.equal(params[name].grad, before[name]) for name in params)
+
+
+def test_gradients_are_dropped_or_zeroed_where_they_are():
+    params = model_parameters()
+    optimizer = build(params)
+    set_gradients(params, 0)
+    buffers = {name: param.grad for name, param in params.items()}
+    optimizer.zero_grad(keep_buffers=True)
+    assert all(param.grad is buffers[name] and not param.grad.any() for name, param in params.items())
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in params.values())
+    optimizer.zero_grad(keep_buffers=True)  # nothing to keep
+
+
+# --- state ------------------------------------------------------------------------------------------------
+
+
+def train(params: dict[str, nn.Parameter], optimizer: Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        set_gradients(params, step)
+        optimizer.step(rates(step, 10, CONFIG))
+
+
+def test_a_new_process_goes_on_bit_identically(tmp_path: Path):
+    straight = model_parameters(torch.float32)
+    train(straight, build(straight), 0, 10)
+
+    params = model_parameters(torch.float32)
+    optimizer = build(params)
+    train(params, optimizer, 0, 4)
+    torch.save({name: param.detach() for name, param in params.items()}, tmp_path / "model.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optim.pt")
+    script = f"""
+import sys, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_optimizer import build, train
+torch.set_num_threads(1)
+params = {{name: torch.nn.Parameter(value) for name, value in torch.load("model.pt").items()}}
+optimizer = build(params)
+optimizer.load_state_dict(torch.load("optim.pt"))
+assert optimizer.updates == 4
+train(params, optimizer, 4, 10)
+torch.save({{name: param.detach() for name, param in params.items()}}, "end.pt")
+"""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env=environment)
+    end = torch.load(tmp_path / "end.pt")
+    assert all(torch.equal(end[name], straight[name]) for name in straight)
+
+
+def test_the_state_goes_into_a_safetensors_file_as_it_is(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    params = model_parameters(torch.float32)
+    optimizer = build(params)
+    train(params, optimizer, 0, 2)
+    safetensors.save_file(optimizer.state_dict(), tmp_path / "optim.safetensors")
+    fresh = build(model_parameters(torch.float32))
+    fresh.load_state_dict(safetensors.load_file(tmp_path / "optim.safetensors"))
+    assert fresh.updates == 2
+    state = fresh.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in optimizer.state_dict().items())
+
+
+def test_the_state_is_by_parameter_and_fits_other_stacks():
+    """Saved by one optimizer over everything, loaded by one with the layers in another order."""
+    params, other = model_parameters(), model_parameters()
+    optimizer = build(params)
+    train(params, optimizer, 0, 3)
+    reordered = build(dict(reversed(other.items())))
+    assert optimizer.units[0].group.names != reordered.units[0].group.names
+    for name, param in other.items():
+        param.data.copy_(params[name])
+    state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+    assert state["blocks.0.mlp.up.weight.momentum"].shape == (32, 8)
+    assert state["blocks.0.mlp.up.weight.second_moment"].shape == (32, 1)
+    assert state["blocks.0.mlp.down.weight.second_moment"].shape == (1, 32)
+    reordered.load_state_dict(state)
+    train(params, optimizer, 3, 6)
+    train(other, reordered, 3, 6)
+    for name in params:
+        torch.testing.assert_close(params[name], other[name], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda state: state.pop("mus.first_moment"), "mus.first_moment is missing"),
+        (lambda state: state.pop("updates"), "updates is missing"),
+        (lambda state: state.update(stray=torch.zeros(1)), "stray is not known"),
+        (
+            lambda state: state.update({"lambdas.first_moment": torch.zeros(3)}),
+            r"lambdas.first_moment is \(3,\) float32 and not \(2,\) float64",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage, says):
+    params = model_parameters()
+    optimizer = build(params)
+    train(params, optimizer, 0, 2)
+    kept = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+    bad = {name: torch.ones_like(tensor) for name, tensor in kept.items()}
+    damage(bad)
+    with pytest.raises(UserError, match=says):
+        optimizer.load_state_dict(bad)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in optimizer.state_dict().items())
+
+
+def test_half_precision_parameters_keep_their_state_in_float32():
+    params = model_parameters(torch.bfloat16)
+    optimizer = build(params)
+    train(params, optimizer, 0, 2)
+    assert all(param.dtype == torch.bfloat16 and param.isfinite().all() for param in params.values())
+    state = optimizer.state_dict()
+    del state["updates"]
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+# --- the compiler -----------------------------------------------------------------------------------------
+
+
+def test_schedules_never_compile_again_and_compiled_is_eager():
+    torch._dynamo.reset()
+    counters.clear()
+    compiled_params, eager_params = model_parameters(torch.float32), model_parameters(torch.float32)
+    compiled = build(compiled_params, compiled=True, backend="aot_eager")
+    eager = build(eager_params)
+    for step in range(6):  # rate, momentum, decay and bias corrections all differ from step to step
+        set_gradients(compiled_params, step)
+        set_gradients(eager_params, step)
+        now = rates(step, 10, CONFIG)
+        compiled.step(now)
+        eager.step(now)
+        # Matrices come in 4 shapes. Of the 6 groups for AdamW, head and embedding are alike, lambdas and mus.
+        assert counters["stats"]["unique_graphs"] == 4 + 4
+    for name in compiled_params:
+        torch.testing.assert_close(compiled_params[name], eager_params[name], rtol=1e-4, atol=1e-5)
+
+
+def test_fp64_is_not_compiled():
+    with pytest.raises(ValueError, match="fp64"):
+        build(model_parameters(), compiled=True)
+
+
+def test_many_models_in_one_process_do_not_run_into_the_compilers_limit():
+    torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
+    for width in range(2, 2 + limit + 2):
+        matrix = nn.Parameter(torch.randn(width, 3))
+        group = Group("matrices", 0.02, 0.1, None, ("matrix",), (matrix,))
+        optimizer = Optimizer([group], CONFIG, compiled=True, backend="eager")
+        matrix.grad = torch.randn_like(matrix)
+        optimizer.step(Rates(1.0, 0.9, 1.0))
+        assert matrix.isfinite().all()

@@ -1,0 +1,138 @@
+"""Pictures of runs are made from whatever a run has written, and show it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from nanorun.errors import UserError
+
+matplotlib = pytest.importorskip("matplotlib")
+from nanorun.report.plots import plot_loss, smoothed  # noqa: E402
+
+BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)
+
+
+def metrics(steps: int = 200, batch: int = 524_288, floor: float = 3.0) -> list[dict]:
+    noise = np.random.default_rng(0).normal(size=steps + 1)
+    records: list[dict] = []
+    for step in range(1, steps + 1):
+        records.append(
+            {
+                "kind": "step",
+                "step": step,
+                "loss": floor + 7 * math.exp(-step / 20) + 0.05 * noise[step],
+                "tokens": step * batch,
+                "seconds": float(step),
+                "tokens_per_s": 500_000.0,
+                "mfu": 0.4,
+                "lr": min(1.0, step / 40),
+                "grad_norm": 0.5,
+            }
+        )
+        if step % 50 == 0:
+            records.append({"kind": "eval", "step": step, "val_bpb": 1 + 1 / step, "val_loss": 3.4})
+    return records
+
+
+def pixels(path):
+    import matplotlib.image
+
+    picture = matplotlib.image.imread(path)
+    return (picture[..., :3] * 255).round().astype(int)
+
+
+def colors(path) -> int:
+    return len(np.unique(pixels(path) @ [1 << 16, 1 << 8, 1]))
+
+
+def amount(path, color) -> int:
+    return int((np.abs(pixels(path) - color).max(axis=-1) < 12).sum())
+
+
+def test_a_run_becomes_a_picture_on_white(tmp_path):
+    path = plot_loss([("d12", metrics())], tmp_path / "new" / "loss.png")
+    picture = pixels(path)
+    assert picture.shape[0] > 700
+    assert picture.shape[1] > 1000
+    assert colors(path) > 20
+    assert (picture[0, 0] == 255).all()
+    assert amount(path, BLUE) > 2000  # four lines and their labels
+    assert amount(path, ORANGE) == 0
+
+
+def test_several_runs_have_a_colour_each(tmp_path):
+    runs = [("baseline", metrics()), ("_odd $name$", metrics(150, floor=2.5))]
+    path = plot_loss(runs, tmp_path / "two.png")
+    assert amount(path, BLUE) > 2000
+    assert amount(path, ORANGE) > 2000
+
+
+def test_many_runs_with_long_names_still_fit(tmp_path):
+    runs = [(f"a run with quite a long name {i}", metrics(60, floor=3 + i / 10)) for i in range(9)]
+    assert plot_loss(runs, tmp_path / "nine.png").is_file()
+
+
+def test_svg_is_the_same_for_the_same_metrics(tmp_path):
+    first = plot_loss([("d12", metrics())], tmp_path / "a.svg").read_text()
+    again = plot_loss([("d12", metrics())], tmp_path / "b.svg").read_text()
+    assert first.lstrip().startswith("<?xml")
+    assert "#0072b2" in first
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"kind": "other", "step": 1}],
+        metrics(1),
+        [{"kind": "eval", "step": 0, "val_bpb": 3.1}],
+        [{"kind": "step", "step": 1, "loss": None, "tokens": 10}],
+        [{"kind": "step", "step": s, "loss": 2.0, "tokens": s} for s in range(100)],
+        [{"kind": "step", "step": s, "loss": 2.0} for s in range(3)],
+    ],
+    ids=["empty", "nothing known", "one step", "only an eval", "only a gap", "constant", "no tokens"],
+)
+@pytest.mark.filterwarnings("error")
+def test_little_or_nothing_is_drawn_without_complaint(records, tmp_path):
+    path = plot_loss([("run", records)], tmp_path / "plot.png")
+    assert colors(path) > 5
+
+
+@pytest.mark.filterwarnings("error")
+def test_bad_losses_leave_a_gap(tmp_path):
+    whole = metrics(300)
+    broken = [dict(record) for record in whole]
+    bad = [math.nan, None, math.inf]
+    for i, record in enumerate(broken):
+        if 100 < record["step"] < 280 and record["kind"] == "step":
+            record["loss"] = bad[i % 3]
+    without = plot_loss([("run", broken)], tmp_path / "gap.png")
+    assert amount(without, BLUE) < amount(plot_loss([("run", whole)], tmp_path / "whole.png"), BLUE)
+
+
+def test_steps_done_again_after_a_resume_count_once(tmp_path):
+    spoiled = [{**record, "loss": 50.0} for record in metrics() if record["step"] > 100]
+    once = plot_loss([("run", metrics())], tmp_path / "once.png")
+    again = plot_loss([("run", spoiled + metrics())], tmp_path / "again.png")
+    assert (pixels(once) == pixels(again)).all()
+
+
+def test_no_runs_at_all(tmp_path):
+    assert plot_loss([], tmp_path / "none.png").is_file()
+
+
+def test_an_unknown_suffix_says_which_are_known(tmp_path):
+    with pytest.raises(UserError, match=r"\.png or a \.svg"):
+        plot_loss([("run", metrics())], tmp_path / "loss.jpeg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_smoothing_keeps_gaps_ignores_spikes_and_does_not_trail():
+    y = np.linspace(10, 0, 101)
+    np.testing.assert_allclose(smoothed(y, 5)[5:-5], y[5:-5])
+    y[50], y[70] = math.nan, 1000
+    smooth = smoothed(y, 5)
+    assert np.isnan(smooth[50])
+    assert np.nanmax(smooth) <= 10

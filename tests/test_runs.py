@@ -1,0 +1,288 @@
+"""A run's folder says truly what the run is, what happened in it, and who works there."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanorun.errors import UserError
+from nanorun.runs import Run, list_runs, newest_run, read_config, read_metrics
+
+CONFIG = {"kind": "base", "model": {"depth": 4, "windows": ["S", "L"]}, "train": {"steps": 10, "seed": 0}}
+
+HOLDER = """
+import os, sys, time
+from nanorun.runs import Run
+run = Run.open("mine", {"a": 1})
+if "fork" in sys.argv and os.fork() == 0:
+    time.sleep(60)
+run.log({"step": 1})
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+DYING = """
+import os, signal, sys
+from nanorun.runs import Run
+left = int(sys.argv[1])
+def watch(event, arguments):
+    global left
+    if event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+Run.open("mine", {"a": 2}, fresh=True).close()
+"""
+
+
+def start_holder(*arguments: str) -> subprocess.Popen[str]:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline().strip() == str(holder.pid)
+    return holder
+
+
+def metrics_of(folder: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(folder)]
+
+
+def test_a_run_remembers_its_config_and_goes_on_with_the_same(home):
+    with Run.open("mine", CONFIG) as run:
+        run.log({"step": 1})
+    with Run.open("mine", {**CONFIG, "model": {"depth": 4, "windows": ("S", "L")}}) as run:
+        run.log({"step": 2})
+        assert run.checkpoints.is_dir()
+    assert read_config("mine") == CONFIG
+    assert metrics_of(home / "runs" / "mine") == [1, 2]
+
+
+def test_another_config_is_refused_and_the_differences_are_named(home):
+    Run.open("mine", CONFIG).close()
+    other = {"kind": "base", "model": {"depth": 6, "windows": ["S"]}, "train": {"steps": 10, "new": True}}
+    with pytest.raises(UserError) as refused:
+        Run.open("mine", other)
+    assert "model.depth was 4 and is now 6" in str(refused.value)
+    assert 'model.windows was ["S", "L"] and is now ["S"]' in str(refused.value)
+    assert "train.seed was 0 and is now absent, and 1 more" in str(refused.value)
+    assert "--fresh" in str(refused.value)
+    assert "--name" in str(refused.value)
+    Run.open("mine", CONFIG).close()  # the refused one left no lock behind
+
+
+def test_fresh_replaces_everything_and_leaves_nothing_hidden(home):
+    with Run.open("mine", CONFIG) as run:
+        run.log({"step": 1})
+        (run.checkpoints / "000001").mkdir()
+    with Run.open("mine", {"a": 2}, fresh=True) as run:
+        assert list(run.read_metrics()) == []
+        assert list(run.checkpoints.iterdir()) == []
+        with pytest.raises(UserError, match="in use"):
+            Run.open("mine", {"a": 2})
+    assert read_config("mine") == {"a": 2}
+    assert os.listdir(home / "runs") == ["mine"]
+
+
+def test_a_fresh_start_killed_at_any_moment_keeps_the_old_run_or_has_the_new(home):
+    with Run.open("mine", CONFIG) as run:
+        for step in range(1, 4):
+            run.log({"step": step})
+        (run.checkpoints / "000003").mkdir()
+        run.write_summary({"done": True})
+    (home / "runs" / ".mine.older.old-x").mkdir()  # belongs to a run called mine.older
+    old = sorted(os.listdir(run.folder))
+    outcomes = set()
+    for stop_at in range(1, 12):  # the process dies at its first, second, ... change of the file system
+        died = subprocess.run([sys.executable, "-c", DYING, str(stop_at)], cwd=Path(__file__).parents[1])
+        assert died.returncode in (0, -signal.SIGKILL)
+        stored = run.folder / "config.json"
+        config = {"a": 2} if stored.exists() and read_config("mine") != CONFIG else CONFIG
+        with Run.open("mine", config) as run:
+            if config == CONFIG:
+                assert sorted(os.listdir(run.folder)) == old
+                assert metrics_of(run.folder) == [1, 2, 3]
+            else:
+                assert metrics_of(run.folder) == []
+        assert sorted(os.listdir(home / "runs")) == [".mine.older.old-x", "mine"]
+        outcomes.add((died.returncode, len(config)))
+        if config != CONFIG:
+            break
+    assert outcomes == {(-signal.SIGKILL, len(CONFIG)), (-signal.SIGKILL, 1)}
+
+
+def test_many_processes_at_once_work_one_at_a_time(home):
+    code = (
+        "import os, sys, time; from nanorun.errors import UserError; from nanorun.runs import Run\n"
+        "won, end = 0, time.monotonic() + 1\n"
+        "while time.monotonic() < end:\n"
+        "    try: run = Run.open('mine', {'a': 1}, fresh=won % 2 == 0)\n"
+        "    except UserError as error: assert 'in use' in str(error); continue\n"
+        "    with run: os.mkdir('inside'); time.sleep(0.001); os.rmdir('inside')\n"
+        "    won += 1\n"
+        "print(won)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=home, env=environment
+        )
+        for _ in range(3)
+    ]
+    assert all(int(process.communicate(timeout=30)[0]) >= 0 for process in processes)
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert os.listdir(home / "runs") == ["mine"]
+
+
+def test_a_fresh_start_does_not_touch_a_run_in_use(home):
+    with Run.open("mine", CONFIG) as run:
+        run.log({"step": 1})
+        with pytest.raises(UserError, match="in use"):
+            Run.open("mine", CONFIG, fresh=True)
+        assert metrics_of(run.folder) == [1]
+
+
+def test_a_name_that_would_leave_the_folder_is_refused(home):
+    with pytest.raises(UserError, match="cannot name a run"):
+        Run.open("../elsewhere", CONFIG)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_second_process_is_refused_until_the_first_is_killed(home, forked):
+    holder = start_holder(*["fork"] * forked)
+    try:
+        with pytest.raises(UserError) as refused:
+            Run.open("mine", {"a": 1})
+        assert f"in use by process {holder.pid} on {os.uname().nodename} since 20" in str(refused.value)
+        assert "nanorun.runs" in str(refused.value), "the command is named"
+        os.kill(holder.pid, signal.SIGKILL)  # only the holder: a forked worker of it lives on
+        holder.wait()
+        with Run.open("mine", {"a": 1}) as run:
+            assert json.loads((run.folder / "lock").read_text())["pid"] == os.getpid()
+            assert metrics_of(run.folder) == [1], "what a killed process logged is there"
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL) if forked or holder.poll() is None else None
+        holder.wait()
+
+
+def test_other_ranks_know_the_folder_and_write_nothing(home):
+    with Run.open("mine", CONFIG) as first, Run.open("mine", CONFIG, lock=False) as second:
+        first.log({"step": 1})
+        second.log({"step": 1})
+        second.write_summary({"x": 1})
+        assert second.rewind_metrics(0) == 0
+        assert second.folder == first.folder
+        assert metrics_of(first.folder) == [1]
+        assert not (first.folder / "summary.json").exists()
+
+
+def test_every_line_is_valid_json_whatever_is_logged(home):
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    with Run.open("mine", CONFIG) as run:
+        run.log({"step": 1, "loss": math.nan, "norm": math.inf, "low": -math.inf, "text": "ü\n\ud800"})
+        run.log({"step": np.int64(2), "loss": np.float32("nan"), "all": np.arange(2), "path": Path("x")})
+        lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line, parse_constant=refuse) for line in lines]
+        assert records[0]["loss"] == "NaN"
+        assert records[1] == {"step": 2, "loss": "NaN", "all": [0, 1], "path": "x"}
+        first = next(run.read_metrics())
+        assert math.isnan(first["loss"])
+        assert (first["norm"], first["low"]) == (math.inf, -math.inf)
+
+
+def test_resuming_rewinds_the_metrics_and_drops_a_torn_line(home):
+    with Run.open("mine", CONFIG) as run:
+        run.log({"event": "start"})
+        for step in range(1, 8):
+            run.log({"step": step, "loss": 1 / step})
+        run.log({"step": 5, "val": 3.0})
+    path = home / "runs" / "mine" / "metrics.jsonl"
+    with open(path, "ab") as file:
+        file.write(b'{"step": 5, "lo')
+    assert len(list(read_metrics(path.parent))) == 9, "a reader passes over the torn line"
+    with Run.open("mine", CONFIG) as run:
+        assert run.rewind_metrics(5) == 2
+        assert run.rewind_metrics(5) == 0
+        run.log({"step": 6})
+        assert [record.get("step") for record in run.read_metrics()] == [None, 1, 2, 3, 4, 5, 5, 6]
+    assert path.read_bytes().count(b"\n") == 8
+    assert sorted(os.listdir(path.parent)) == ["checkpoints", "config.json", "lock", "metrics.jsonl"]
+
+
+def test_a_torn_line_is_cut_when_a_run_goes_on_without_rewinding(home):
+    with Run.open("mine", CONFIG) as run:
+        run.log({"step": 1})
+    with open(home / "runs" / "mine" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 2, "text": "' + b"x" * 200_000)
+    with Run.open("mine", CONFIG) as run:
+        run.log({"step": 2})
+        assert metrics_of(run.folder) == [1, 2]
+
+
+def test_a_full_disk_leaves_whole_lines_and_says_so(home):
+    code = (
+        "import resource; from nanorun.runs import Run\n"
+        "run = Run.open('mine', {'a': 1}); resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        "for step in range(1000): run.log({'step': step, 'text': 'x' * 100})\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert "UserError" in result.stderr
+    assert "metrics.jsonl cannot be written (File too large)" in result.stderr
+    lines = (home / "runs" / "mine" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in lines] == list(range(len(lines)))
+    assert len(lines) > 20
+
+
+def test_the_summary_is_whole_and_plain(home):
+    with Run.open("mine", CONFIG) as run:
+        run.write_summary({"bpb": 1.5, "worst": math.inf})
+        assert json.loads((run.folder / "summary.json").read_text()) == {"bpb": 1.5, "worst": "Infinity"}
+
+
+def test_the_newest_run_is_the_one_last_worked_on(home):
+    assert newest_run() is None
+    for age, (name, kind) in enumerate([("one", "base"), ("two", "sft"), ("three", "base")]):
+        with Run.open(name, {"kind": kind}) as run:
+            run.log({"step": 1})
+            if name == "one":
+                (run.checkpoints / "000007").mkdir()
+            for path in run.folder.glob("*.json*"):
+                os.utime(path, (1000 + age, 1000 + age))
+    assert newest_run() == "three"
+    assert newest_run("sft") == "two"
+    assert newest_run("rl") is None
+    assert newest_run("base", with_checkpoint=True) == "one"
+    with Run.open("two", {"kind": "sft"}) as run:
+        run.log({"step": 2})
+    assert [(run.name, run.checkpoint, run.finished) for run in list_runs()] == [
+        ("two", None, False),
+        ("three", None, False),
+        ("one", 7, False),
+    ]
+    assert list_runs()[0].changed > time.time() - 100
+
+
+def test_a_damaged_config_is_named_and_fresh_helps(home):
+    Run.open("mine", CONFIG).close()
+    (home / "runs" / "mine" / "config.json").write_text('{"a":')
+    with pytest.raises(UserError, match=r"config\.json is damaged"):
+        Run.open("mine", CONFIG)
+    Run.open("mine", CONFIG, fresh=True).close()
+    assert read_config("mine") == CONFIG

@@ -1,0 +1,261 @@
+"""Signals end a run in order, bad steps are caught and ordinary ones are not, lost speed is noticed."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorun.errors import UserError
+from nanorun.train.guard import Guard, Machine, SpeedWatch, StopSignals, look_at_machine
+
+ROOT = Path(__file__).parents[2]
+
+WAITER = """
+import time
+from nanorun.train.guard import StopSignals
+try:
+    with StopSignals() as stop:
+        print("ready", flush=True)
+        for _ in range(3000):
+            time.sleep(0.01)
+            if stop.requested and not KEEP_ON:
+                break
+            if stop.requested:
+                print("asked", flush=True)
+        print("saved after", stop.requested, flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def start_waiter(keep_on: bool) -> subprocess.Popen[str]:
+    waiter = subprocess.Popen(
+        [sys.executable, "-c", WAITER.replace("KEEP_ON", str(keep_on))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert waiter.stdout is not None
+    assert waiter.stdout.readline() == "ready\n"
+    return waiter
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_for_an_orderly_end_and_says_so_once(which):
+    waiter = start_waiter(keep_on=False)
+    waiter.send_signal(which)
+    out, err = waiter.communicate(timeout=20)
+    assert out == f"saved after {which.name}\n"
+    assert err.startswith(f"{which.name}: stopping after this step")
+    assert err.count("\n") == 1
+    assert waiter.returncode == 0
+
+
+def test_a_second_interrupt_stops_at_once_and_a_second_sigterm_does_not():
+    waiter = start_waiter(keep_on=True)
+    assert waiter.stdout is not None
+    for which in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        waiter.send_signal(which)
+        assert waiter.stdout.readline() == "asked\n"
+    while "interrupted" not in (line := waiter.stdout.readline()):
+        assert line == "asked\n"
+        waiter.send_signal(signal.SIGINT)
+    _, err = waiter.communicate(timeout=20)
+    assert err.count("\n") == 1
+
+
+def test_handlers_are_restored_and_other_threads_are_left_alone():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    seen = []
+
+    def elsewhere() -> None:
+        with StopSignals() as stop:
+            seen.append((signal.getsignal(signal.SIGINT), stop.requested))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [(before[0], None)]
+
+
+def warmed_up(**options: int) -> Guard:
+    guard = Guard(**options)
+    for index in range(60):
+        assert guard.judge(3.0 + 0.01 * (index % 7), 0.5 + 0.01 * (index % 5)) == "ok"
+    return guard
+
+
+ordinary = st.tuples(st.floats(2.6, 3.4), st.floats(0.3, 2.9))
+bad = st.sampled_from([(math.nan, 1.0), (3.0, math.inf), (3.0, 1000.0), (90.0, 1.0)])
+
+
+@given(st.lists(ordinary, max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_ordinary_noise_is_never_touched(steps):
+    guard = Guard(warmup=5, window=50)
+    assert all(guard.judge(loss, norm) == "ok" for loss, norm in steps)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "why"),
+    [
+        (math.nan, 0.5, "the loss is nan"),
+        (math.inf, 0.5, "the loss is inf"),
+        (3.0, math.nan, "the gradient norm is nan"),
+        (3.0, 6.0, "12 times the usual"),
+        (6.0, 0.5, "far above the usual"),
+    ],
+)
+def test_bad_steps_are_skipped_with_a_reason(loss, norm, why):
+    guard = warmed_up()
+    assert guard.judge(loss, norm) == "skip"
+    assert why in guard.reason
+    assert guard.judge(3.0, 0.5) == "ok"
+    assert guard.skips == 1
+
+
+def test_before_the_warm_up_only_nan_is_bad():
+    guard = Guard()
+    assert [guard.judge(11.0, 1.0), guard.judge(30.0, 500.0), guard.judge(math.nan, 1.0)] == [
+        "ok",
+        "ok",
+        "skip",
+    ]
+
+
+def test_a_skipped_spike_does_not_raise_the_bar_for_the_next():
+    guard = warmed_up(patience=1000)
+    assert {guard.judge(3.0, 10.0) for _ in range(300)} == {"skip"}
+
+
+def test_three_bad_steps_in_a_row_go_back_and_going_back_in_vain_ends_the_run():
+    guard = warmed_up()
+    at_checkpoint = guard.state_dict()
+    for _ in range(3):
+        assert [guard.judge(math.nan, 1.0) for _ in range(3)] == ["skip", "skip", "rollback"]
+        guard.rolled_back(at_checkpoint)
+        assert guard.judge(3.0, 0.5) == "ok"  # a good step is not yet progress
+    assert [guard.judge(math.nan, 1.0) for _ in range(2)] == ["skip", "skip"]
+    with pytest.raises(UserError, match=r"3 times and failed each time \(the loss is nan\).*fp32"):
+        guard.judge(math.nan, 1.0)
+    assert guard.skips == 12
+
+
+def test_going_back_far_and_failing_at_the_same_place_is_no_progress():
+    guard = warmed_up()
+    at_checkpoint = guard.state_dict()
+    for attempt in range(4):
+        for _ in range(500):  # far more than the window, but the same 500 steps each time
+            assert guard.judge(3.0, 0.5) == "ok"
+        end = verdicts(guard, [(math.nan, 1.0)] * 3)
+        assert end == ["skip", "skip", "rollback" if attempt < 3 else "error"]
+        guard.rolled_back(at_checkpoint)
+
+
+def test_progress_behind_the_trouble_forgives():
+    guard = warmed_up()
+    for _ in range(20):
+        assert [guard.judge(math.nan, 1.0) for _ in range(3)][-1] == "rollback"
+        assert {guard.judge(3.0, 0.5) for _ in range(101)} == {"ok"}
+
+
+def verdicts(guard: Guard, steps: list[tuple[float, float]]) -> list[str]:
+    found: list[str] = []
+    for loss, norm in steps:
+        try:
+            found.append(guard.judge(loss, norm))
+        except UserError:
+            found.append("error")
+            break
+    return found
+
+
+@given(st.lists(st.one_of(ordinary, bad), max_size=150), st.integers(0, 150))
+@settings(max_examples=100, deadline=None)
+def test_a_restored_guard_goes_on_with_the_same_decisions(steps, cut):
+    options = {"warmup": 4, "window": 8}
+    whole = verdicts(Guard(**options), steps)
+    first = Guard(**options)
+    before = verdicts(first, steps[:cut])
+    if "error" in before:
+        assert before == whole
+        return
+    second = Guard(**options)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert before + verdicts(second, steps[cut:]) == whole
+
+
+@given(st.lists(st.one_of(ordinary, bad), max_size=150))
+@settings(max_examples=100, deadline=None)
+def test_nothing_infinite_is_accepted_and_patience_is_exact(steps):
+    found = verdicts(Guard(warmup=4, window=8), steps)
+    row = 0
+    for (loss, norm), verdict in zip(steps, found, strict=False):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            assert verdict != "ok"
+        row = 0 if verdict == "ok" else row + 1
+        assert (verdict in ("rollback", "error")) == (row == 3)
+        row %= 3
+
+
+def feed(watch: SpeedWatch, rates: list[float], waiting: float = 0.0) -> list[str]:
+    said = [watch.feed(1000, 1000 / rate, waiting * 1000 / rate) for rate in rates]
+    return [line for line in said if line]
+
+
+USUAL = [1000.0, 990.0, 1010.0] * 20
+
+
+def test_speed_that_stays_low_is_noticed_once():
+    watch = SpeedWatch(look=Machine)
+    assert feed(watch, USUAL) == []
+    assert feed(watch, [100.0, 1000.0] * 20) == [], "single slow steps are nothing"
+    assert feed(watch, [800.0] * 4) == []
+    (line,) = feed(watch, [800.0] * 20)
+    assert "800 tokens/s, 80% of the usual" in line
+    assert "no cause is visible" in line
+
+
+def test_the_first_steps_and_small_losses_are_nothing():
+    watch = SpeedWatch(look=Machine)
+    assert feed(watch, [1e6] * 10 + USUAL + [900.0] * 50) == []
+
+
+def test_a_warning_comes_again_after_a_while():
+    watch = SpeedWatch(look=Machine, every=30)
+    assert len(feed(watch, USUAL + [500.0] * 40)) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "waiting", "cause"),
+    [
+        (Machine(), Machine(), 0.5, "50% of each step is waiting for data, before 0%"),
+        (Machine(clock_mhz=1980), Machine(clock_mhz=1200, temperature=88), 0, "1200 MHz at 88 °C, before"),
+        (Machine(load=2, cores=8), Machine(load=14.2, cores=8), 0, "load 14.2 on 8 cores"),
+        (Machine(load=8.5, cores=8), Machine(load=8.6, cores=8), 0, "no cause is visible"),
+    ],
+)
+def test_the_likely_cause_is_named(before, now, waiting, cause):
+    views = iter([before, now])
+    watch = SpeedWatch(look=lambda: next(views))
+    assert feed(watch, USUAL) == []
+    (line,) = feed(watch, [500.0] * 10, waiting)
+    assert cause in line
+
+
+def test_the_machine_can_be_looked_at_anywhere():
+    machine = look_at_machine()
+    assert machine.cores == os.cpu_count()
+    assert machine.load is not None
