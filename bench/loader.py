@@ -30,12 +30,18 @@ from nanorun.text.store import open_tokenizer
 
 
 def tokens_per_second(source: Source, rows: int, context: int, order: RowOrder, seconds: float) -> float:
+    """Over whole blocks: a block of text arrives at once, so a window that cuts one would count it or not."""
     with Loader(source, rows=rows, context=context, order=order) as loader:
-        next(loader)
-        count, start = 0, time.perf_counter()
-        while (took := time.perf_counter() - start) < seconds:
-            count += next(loader).inputs.numel()
-        return count / took
+        tokens, block, marks = 0, None, []  # (when, tokens so far) at each change of block
+        while not marks or len(marks) < 3 or marks[-1][0] - marks[0][0] < seconds:
+            batch = next(loader)
+            tokens += batch.inputs.numel()
+            here = (batch.position.epoch, batch.position.block)
+            if block is not None and here != block:
+                marks.append((time.perf_counter(), tokens))
+            block = here
+        (start, before), (end, after) = marks[0], marks[-1]
+        return (after - before) / (end - start)
 
 
 def blocks(source: Source, limit: int) -> list[Pieces]:

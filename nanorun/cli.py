@@ -4,9 +4,12 @@ Results go to stdout, everything else (progress, notes, errors) to stderr. With 
 JSON object as the last thing on stdout. A person's mistake gives one sentence and exit code 2.
 """
 
+import errno
 import json
+import os
 import signal
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,7 +19,7 @@ from nanorun import __version__, console
 from nanorun.errors import UserError
 
 app = typer.Typer(
-    help="Train your own ChatGPT from raw text, and talk to it.",
+    help="Train your own language model from raw text.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -37,7 +40,7 @@ Replace = Annotated[bool, typer.Option("--replace", help="Replace one of the sam
 
 
 def _example(text: str) -> str:
-    return f"Example:  {text}"
+    return f"\b\nExample:\n  {text}"  # \b keeps the lines as they are
 
 
 def _show(result: dict[str, Any], as_json: bool, text: str) -> None:
@@ -73,7 +76,9 @@ def doctor(as_json: Json = False) -> None:
 
 @data_app.command("get", epilog=_example("nanorun data get fineweb-edu --shards 8"))
 def data_get(
-    names: Annotated[list[str], typer.Argument(help="sample, climbmix, fineweb-edu or fineweb10B.")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="sample, climbmix, fineweb-edu or fineweb10B.")
+    ],
     shards: Annotated[
         int | None, typer.Option(min=1, help="How many training shards (default: 8, about 1 GB).")
     ] = None,
@@ -98,7 +103,10 @@ def data_get(
 )
 def data_add(
     paths: Annotated[
-        list[Path], typer.Argument(help="Files or folders: parquet, jsonl, txt; plain, .gz, .xz, .zst.")
+        list[Path],
+        typer.Argument(
+            metavar="PATH...", help="Files or folders: parquet, jsonl, txt; plain, .gz, .xz, .zst."
+        ),
     ],
     name: Annotated[
         str | None, typer.Option(help="What to call it (default: after the file or folder).")
@@ -148,7 +156,7 @@ def data_tokenize(
     name: Annotated[
         str | None, typer.Option(help="What to call the result (default: DATASET-TOKENIZER).")
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="Threads (default: one a core).")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Threads; 0 is one a core.")] = 0,
     replace: Replace = False,
     as_json: Json = False,
 ) -> None:
@@ -358,6 +366,9 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 
 def main(args: list[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal without our signs shows others, it does not fail
+            stream.reconfigure(errors="replace")
     try:
         code = app(args, standalone_mode=False, prog_name="nanorun")
     except UserError as error:
@@ -366,9 +377,12 @@ def main(args: list[str] | None = None) -> NoReturn:
         code = _explain_usage(error)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        sys.stderr.close()
-        code = 141
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # the reader of our output went away, as `| head` does
+            os._exit(141)
+        if error.errno != errno.ENOSPC:
+            raise
+        code = _complain("The output cannot be written, its disk is full.")
     if code == 130:  # also when typer itself has caught the interruption
         console.say("\nStopped. Nothing half-written was kept; the same command goes on or starts again.")
     sys.exit(code or 0)

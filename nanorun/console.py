@@ -4,6 +4,7 @@ stdout is for results, stderr for everything else. On a terminal a task shows a 
 time left; when nobody watches (a pipe, a log file, CI) it prints a plain line every ten seconds.
 """
 
+import os
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ class Progress:
         self._bar_task: Any = None
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

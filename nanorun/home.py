@@ -20,7 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def home() -> Path:
-    return Path(os.environ.get("NANORUN_HOME") or ".")
+    named = os.environ.get("NANORUN_HOME")
+    return Path(named).expanduser().absolute() if named else Path()
 
 
 def data_dir() -> Path:
@@ -53,14 +54,14 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     name, and the next writer puts it back.
     """
     taken = UserError(f"{final} exists already: choose another name, or replace it with --replace.")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(final)
-    if final.exists() and not replace:
-        raise taken
     me = f"{platform.node()}-{os.getpid()}"
     work = final.parent / f".{final.name}.writing-{me}"
-    work.mkdir()
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(final.parent)
+        if final.exists() and not replace:
+            raise taken
+        work.mkdir()
         yield work
         _sync_folder(work)
         if final.exists() and not replace:  # another process was faster
@@ -75,14 +76,24 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
             work.rename(final)
             _sync(final.parent)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise UserError(
-                f"The disk that holds {final.parent} is full: free some space there or set NANORUN_HOME to "
-                "another disk, then try again (nothing was kept of this attempt)."
-            ) from error
-        raise
+        raise _explained(error, final) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _explained(error: OSError, final: Path) -> Exception:
+    """What the operating system refused, as a sentence; anything else stays what it is."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"The disk that holds {final.parent} is full: free some space there or set NANORUN_HOME to "
+            "another disk, then try again (nothing was kept of this attempt)."
+        )
+    if error.errno is not None:
+        return UserError(
+            f"{final} cannot be written ({os.strerror(error.errno)}): set NANORUN_HOME to a folder of yours "
+            "that can (nothing was kept of this attempt)."
+        )
+    return error
 
 
 def newest(folder: Path, marker: str) -> str | None:
@@ -91,16 +102,18 @@ def newest(folder: Path, marker: str) -> str | None:
     return max(found)[1] if found else None
 
 
-def _sweep(final: Path) -> None:
-    """Clears up after writers of `final` on this machine that no longer run."""
-    for left in final.parent.glob(f".{final.name}.*-{platform.node()}-*"):
-        pid = left.name.rpartition("-")[2]
-        if not pid.isdigit() or (int(pid) != os.getpid() and _alive(int(pid))):
-            continue  # our own number on a folder is that of a process before us, in a restarted container
-        if left.name.startswith(f".{final.name}.old-") and not final.exists():
-            left.rename(final)
+def _sweep(folder: Path) -> None:
+    """Clears up after writers on this machine that no longer run; a folder put aside goes back to its name."""
+    left = re.compile(rf"\.(.+)\.(writing|old)-{re.escape(platform.node())}-(\d+)")
+    for path in folder.iterdir():
+        match = left.fullmatch(path.name)
+        # our own number on a folder is that of a process before us, in a restarted container
+        if match is None or (int(match[3]) != os.getpid() and _alive(int(match[3]))):
+            continue
+        if match[2] == "old" and not (folder / match[1]).exists():
+            path.rename(folder / match[1])
         else:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:

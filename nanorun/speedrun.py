@@ -4,7 +4,9 @@ A stage is finished when its folder stands under its real name, since folders ap
 """
 
 import time
+from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from nanorun import home
@@ -13,6 +15,7 @@ from nanorun.data import sample
 from nanorun.data.dataset import MANIFEST, open_dataset
 from nanorun.data.get import make_sample
 from nanorun.data.vocabulary import train_on
+from nanorun.errors import UserError
 from nanorun.text.chat import render
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import CONFIG_FILE, Tokenizer
@@ -43,12 +46,12 @@ def run() -> dict[str, Any]:
 
 
 def _data() -> dict[str, Any]:
-    if (home.data_dir() / DATA / MANIFEST).is_file():
+    if _whole(open_dataset, DATA, home.data_dir() / DATA / MANIFEST):
         say(f"1/2 the sample world is written already ({home.data_dir() / DATA})")
         return {"stage": "data", "did": "nothing, it is done"}
     start = time.perf_counter()
     say("1/2 writing the sample world")
-    dataset = make_sample(name=DATA)
+    dataset = make_sample(name=DATA, replace=True)
     took = time.perf_counter() - start
     say(
         f"    {dataset.total('documents'):,} documents, {size(dataset.total('text_bytes'))} in {seconds(took)}"
@@ -57,16 +60,28 @@ def _data() -> dict[str, Any]:
 
 
 def _tokenizer() -> dict[str, Any]:
-    if (home.tokenizers_dir() / TOKENIZER / CONFIG_FILE).is_file():
+    if _whole(open_tokenizer, TOKENIZER, home.tokenizers_dir() / TOKENIZER / CONFIG_FILE):
         say(f"2/2 its tokenizer is trained already ({home.tokenizers_dir() / TOKENIZER})")
         return {"stage": "tokenizer", "did": "nothing, it is done"}
     start = time.perf_counter()
     say(f"2/2 training a tokenizer of {VOCAB:,} tokens on it")
     dataset = open_dataset(DATA)
-    train_on(dataset, VOCAB, name=TOKENIZER, max_bytes=dataset.total("text_bytes", "train"))
+    train_on(dataset, VOCAB, name=TOKENIZER, max_bytes=dataset.total("text_bytes", "train"), replace=True)
     took = time.perf_counter() - start
     say(f"    done in {seconds(took)}")
     return {"stage": "tokenizer", "did": "trained", "seconds": round(took, 3)}
+
+
+def _whole(open_it: Callable[[str], object], name: str, marker: Path) -> bool:
+    """Whether a stage's result is here and sound; a damaged one is made again, since all of it is generated."""
+    if not marker.parent.exists():
+        return False
+    try:
+        open_it(name)
+    except UserError as error:
+        say(f"{error} Making it again.")
+        return False
+    return True
 
 
 def show(result: dict[str, Any]) -> str:
@@ -76,7 +91,8 @@ def show(result: dict[str, Any]) -> str:
     told = sorted((text for text in early if not any(c.isdigit() for c in text)), key=len)
     documents = [*told[-3:], next(text for text in early if " + " in text)]
     talk = next(c for c in sample.conversations("train", 1000) if _calculates(c))
-    text = ". ".join(documents[0].rpartition("\n")[2].split(". ")[:2]) + "."
+    text = max(documents[0].splitlines(), key=len)
+    text = text[: text.find(". ", 80) + 1] or text
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text)]
     lines = [
         "",

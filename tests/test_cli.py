@@ -65,6 +65,22 @@ def test_speedrun_builds_the_world_once_and_shows_it(home):
     assert (home / "data" / "sample" / "dataset.json").stat().st_mtime_ns == stamp
 
 
+def test_speedrun_makes_again_what_is_damaged(home):
+    nanorun(home, "speedrun", "--json")
+    (home / "tokenizers" / "sample" / "ranks.tiktoken").unlink()
+    shard = next((home / "data" / "sample").glob("*.parquet"))
+    shard.write_bytes(shard.read_bytes()[:-5])
+    again = last_json(nanorun(home, "speedrun", "--json"))
+    assert [stage["did"] for stage in again["stages"]] == ["wrote the sample world", "trained"]
+
+
+def test_getting_the_sample_again_is_no_mistake_unless_another_is_meant(home):
+    nanorun(home, "data", "get", "sample", "--size", "20kB")
+    assert "here already" in nanorun(home, "data", "get", "sample", "--size", "20kB").stderr
+    assert "--replace" in complaint(home, "data", "get", "sample", "--size", "30kB")
+    nanorun(home, "data", "get", "sample", "--size", "30kB", "--replace")
+
+
 def test_from_own_text_to_tokens_through_the_command_line(home, corpus):
     added = last_json(nanorun(home, "data", "add", corpus, "--json"))
     assert (added["name"], added["documents"], added["shards"]) == ("tales", 900, 2)

@@ -1,10 +1,12 @@
 """`data add`: a person's own files become a dataset, whole or not at all.
 
 Which documents are validation: those of `--val FILE`, or else one in a hundred, spread evenly over the
-input (so that a corpus sorted by topic is still judged fairly), at most one shard of them. Either way
-they are the last shard. The rest is training, in the order of the files; the loader shuffles.
+input so that a corpus sorted by topic is still judged fairly. They are kept in hand until the end, at most
+one shard of them: when that is full, every second one goes back to training and only half as many are held
+out from then on. Either way they are the last shard. The rest is training; the loader shuffles.
 """
 
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,8 @@ def default_name(paths: list[Path]) -> str:
     if len(paths) > 1:
         first = first.parent
     stem = first.name.split(".")[0] if first.is_file() else first.name
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)
+    plain = unicodedata.normalize("NFKD", stem.replace("ß", "ss")).encode("ascii", "ignore").decode()
+    name = "".join(c if c.isalnum() or c in "._-" else "-" for c in plain)
     return name.strip("._-")[:64] or "text"
 
 
@@ -51,10 +54,13 @@ def add_files(
         home.new_folder(home.data_dir() / name, replace=replace) as folder,
         Progress(f"adding {name}", total, "B") as bar,
     ):
-        documents = _documents(files, column, separator, bar)
+        named = {path.resolve() for path in paths}
+        documents = _documents(files, named, column, separator, bar)
         if val_files:
             shards = _write(folder, documents)
-            shards += _write(folder, _documents(val_files, column, separator, bar), "val", len(shards))
+            shards += _write(
+                folder, _documents(val_files, held_out, column, separator, bar), "val", len(shards)
+            )
         else:
             shards = _write_holding_out(folder, documents)
         source = ", ".join(str(path) for path in paths) + (f"; validation {val}" if val else "")
@@ -75,14 +81,18 @@ def write_dataset(
     return dataset
 
 
-def _documents(files: list[Path], column: str, separator: str | None, bar: Progress) -> Iterator[str]:
+def _documents(
+    files: list[Path], named: set[Path], column: str, separator: str | None, bar: Progress
+) -> Iterator[str]:
     for path in files:
         found = False
         for document in read_documents(path, column=column, separator=separator, advance=bar.advance):
             found = True
             yield document
+        if not found and path.resolve() in named:
+            raise UserError(f"{path} holds no text: leave it out.")
         if not found:
-            raise UserError(f"{path} holds no text: leave it away.")
+            bar.note(f"{path} holds no text and was left out")
 
 
 def _write(folder: Path, documents: Iterator[str], split: Split = "train", first: int = 0) -> list[Shard]:
@@ -98,41 +108,47 @@ def _write(folder: Path, documents: Iterator[str], split: Split = "train", first
 def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
     """Training shards, then the held-out documents as the last one."""
     train = ParquetWriter(folder, "train")
-    val = ParquetWriter(folder, "val", prefix="held-out")
+    held, held_bytes, every = [], 0, VAL_EVERY
+    last: str | None = None  # one document stays in hand, to be validation if no other is
+
+    def add(document: str) -> None:
+        train.add(document, len(document.encode()))
+
     try:
-        last: str | None = None  # one document stays in hand, to be validation if no other is
         for number, document in enumerate(documents, 1):
             if last is not None:
-                train.add(last, len(last.encode()))
+                add(last)
                 last = None
-            if number % VAL_EVERY == 0 and val.text_bytes < SHARD_BYTES * 0.9:
-                val.add(document, len(document.encode()))
-            else:
+            if number % every:
                 last = document
-        if last is not None:
-            if val.documents:
-                train.add(last, len(last.encode()))
-            else:
-                if not train.documents:
-                    head, last = _cut_in_two(last)
-                    train.add(head, len(head.encode()))
-                val.add(last, len(last.encode()))
-        shards, held_out = train.finish(), val.finish()
+                continue
+            held.append(document)
+            held_bytes += len(document.encode())
+            if held_bytes > SHARD_BYTES and len(held) > 1:
+                for surplus in held[::2]:
+                    add(surplus)
+                held = held[1::2]
+                held_bytes, every = sum(len(text.encode()) for text in held), 2 * every
+        if last is not None and held:
+            add(last)
+        elif last is not None:
+            if not train.documents:
+                head, last = _cut_in_two(last)
+                add(head)
+            held.append(last)
+        if not train.documents and not held:
+            raise UserError("There is no text in what was named: add some.")
+        shards = train.finish()
     finally:
         train.close()
-        val.close()
-    for shard in held_out:
-        file = f"shard-{len(shards):05d}.parquet"
-        (folder / shard.file).rename(folder / file)
-        shards.append(Shard(**{**vars(shard), "file": file}))
-    return shards
+    return shards + _write(folder, iter(held), "val", len(shards))
 
 
 def _cut_in_two(text: str) -> tuple[str, str]:
     """A single document is trained on up to about nine tenths; the rest is validation."""
     near = len(text) * 9 // 10
-    for mark in ("\n\n", "\n", " "):
-        at = text.rfind(mark, 0, near)
+    for mark in ("\n\n", "\n", " ", ""):
+        at = text.rfind(mark, near // 2, near) if mark else near
         if at > 0 and text[:at].strip() and text[at:].strip():
             return text[: at + len(mark)], text[at + len(mark) :]
     raise UserError(

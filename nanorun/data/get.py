@@ -46,14 +46,21 @@ def get_dataset(
 def make_sample(
     size: int = SAMPLE_BYTES, seed: int = 0, *, name: str = "sample", replace: bool = False
 ) -> Dataset:
-    """The sample world: `size` bytes of training text and a twentieth of that, told differently, to validate."""
+    """The sample world: `size` bytes of training text, and a twentieth of that, told differently, to validate."""
     if size < 1000:
         raise UserError(f"{size} bytes are too little for a world: ask for at least 1kB.")
+    source = f"the sample world, {size} bytes, seed {seed}"
+    if (home.data_dir() / name / MANIFEST).is_file() and not replace:
+        here = open_dataset(name)
+        if here.source != source:
+            raise UserError(f"'{name}' is here as {here.source}: --replace writes it anew as {source}.")
+        say(f"'{name}' is here already, as asked for")
+        return here
     val_size = min(max(size // 20, 1000), 2_000_000)
     with Progress("writing the sample world", size + val_size, "B") as bar:
         train = _counted(sample.documents("train", size, seed), bar)
         val = _counted(sample.documents("val", val_size, seed), bar)
-        return write_dataset(name, train, val, f"the sample world, seed {seed}", replace=replace)
+        return write_dataset(name, train, val, source, replace=replace)
 
 
 def _counted(documents: Iterator[str], bar: Progress) -> Iterator[str]:

@@ -16,16 +16,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanorun.data.packing import fill
+from nanorun.data.packing import Packing, fill
 from nanorun.data.rows import BlockCache, Position, RowOrder, Rows, RowSequence
-from nanorun.data.sources import Source
+from nanorun.data.sources import ConversationSource, Source
 from nanorun.errors import UserError
 
 IGNORE = -1  # the target of a position that is not trained
@@ -62,6 +62,10 @@ class Loader:
         self.source, self.order = source, order or RowOrder()
         self.rank, self.world = rank, world
         self._pin, self._ahead = pin_memory, ahead
+        if self.order.packing not in get_args(Packing):
+            raise ValueError(f"there is no packing {self.order.packing!r}: choose among {get_args(Packing)}")
+        if isinstance(source, ConversationSource) != (self.order.packing == "padded"):
+            raise ValueError("conversations are packed 'padded', which never cuts one, and nothing else is")
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} does not exist among {world} ranks")
         if source.units == 0:

@@ -12,11 +12,13 @@ UTF-8 or not JSON, a missing column each stop the reading with one sentence that
 import gzip
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from nanorun.console import say
 from nanorun.errors import UserError
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -50,11 +52,15 @@ def collect_files(paths: list[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            below = [p for p in sorted(path.rglob("*")) if p.is_file() and file_kind(p)[0]]
+            below = [p for p in sorted(path.rglob("*")) if p.is_file()]
             below = [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-            if not below:
+            readable = [p for p in below if file_kind(p)[0]]
+            if not readable:
                 raise UserError(f"The folder {path} holds no file that can be read: {SUPPORTED}.")
-            files += below
+            if len(readable) < len(below):
+                others = len(below) - len(readable)
+                say(f"in {path}: {others} file{'s' * (others > 1)} of other kinds left out")
+            files += readable
         elif not path.exists():
             raise UserError(f"There is no file {path}: check the name and the current folder.")
         elif not file_kind(path)[0]:
@@ -64,7 +70,7 @@ def collect_files(paths: list[Path]) -> list[Path]:
     seen: set[Path] = set()
     for path in files:
         if path.resolve() in seen:
-            raise UserError(f"{path} is named twice: leave one of the two away.")
+            raise UserError(f"{path} is named twice: leave one of the two out.")
         seen.add(path.resolve())
     return files
 
@@ -140,6 +146,8 @@ def _text(line: bytes, number: int, path: Path) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
+        if number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise UserError(f"{path} is UTF-16: convert it first with iconv -f utf-16 -t utf-8.") from error
         raise UserError(
             f"Line {number} of {path} is not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}): "
             f"convert the file first, for example with iconv -f latin1 -t utf-8."
@@ -157,7 +165,11 @@ def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> 
             raise UserError(f"Line {number} of {path} is not JSON ({reason}): mend or remove it.") from error
         where = f"line {number} of {path}"
         if not isinstance(record, dict):
-            raise UserError(f'{where.capitalize()} is not a JSON object like {{"{column}": "..."}}: mend it.')
+            raise UserError(f'L{where[1:]} is not a JSON object like {{"{column}": "..."}}: mend it.')
+        if column not in record and "messages" in record:
+            raise UserError(
+                f"{path} holds conversations ('messages'), and data add takes plain text: choose another file."
+            )
         if column not in record:
             raise UserError(_no_column(where, column, list(record)))
         value = record[column]
@@ -188,7 +200,9 @@ def _read_parquet(path: Path, column: str, advance: Advance | None) -> Iterator[
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(
+            path.absolute()
+        )  # a relative name with a colon would be an address
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(_damaged(path, error)) from error
     with file:
@@ -226,7 +240,14 @@ def _read_txt(lines: Iterator[tuple[int, bytes]], path: Path, separator: str | N
     parts: list[str] = []
     held = 0
     for number, line in lines:
-        parts.append(_text(line, number, path))
+        text = _text(line, number, path)
+        if len(text) > 2 * TXT_CUT:  # a book without line ends
+            yield from _whole(parts)
+            parts, held = [], 0
+            for piece in _cut_line(text):
+                yield from _whole([piece])
+            continue
+        parts.append(text)
         held += len(line)
         if held >= TXT_CUT and (not line.strip() or held >= 2 * TXT_CUT):
             yield from _whole(parts)
@@ -234,18 +255,30 @@ def _read_txt(lines: Iterator[tuple[int, bytes]], path: Path, separator: str | N
     yield from _whole(parts)
 
 
+def _cut_line(text: str) -> Iterator[str]:
+    """Pieces of at most TXT_CUT characters, cut behind a blank where there is one."""
+    while len(text) > TXT_CUT:
+        at = text.rfind(" ", TXT_CUT // 2, TXT_CUT) + 1 or TXT_CUT
+        yield text[:at]
+        text = text[at:]
+    yield text
+
+
 def _split_at(lines: Iterator[tuple[int, bytes]], path: Path, separator: str) -> Iterator[str]:
     if not separator:
         raise UserError("--split needs at least one character to split at.")
+    # a line end in the separator is also found where lines end as on Windows
+    pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
+    longest = len(separator) + separator.count("\n")
     held = ""
     for number, line in lines:
-        start = max(len(held) - len(separator) + 1, 0)  # a separator may stretch over a line's end
+        start = max(len(held) - longest + 1, 0)  # a separator may stretch over a line's end
         held += _text(line, number, path)
-        at = held.find(separator, start)
-        while at >= 0:
-            yield from _whole([held[:at]])
-            held = held[at + len(separator) :]
-            at = held.find(separator)
+        found = pattern.search(held, start)
+        while found:
+            yield from _whole([held[: found.start()]])
+            held = held[found.end() :]
+            found = pattern.search(held)
     yield from _whole([held])
 
 

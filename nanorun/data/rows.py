@@ -62,14 +62,25 @@ class Position:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Position":
-        return Position(
-            epoch=int(record["epoch"]),
-            block=int(record["block"]),
-            carry=tuple(np.array(piece, np.uint32) for piece in record["carry"]),
-            taken=tuple((int(context), int(rows)) for context, rows in record["taken"]),
-            rows=int(record["rows"]),
-            lost=int(record["lost"]),
-        )
+        try:
+            position = Position(
+                epoch=int(record["epoch"]),
+                block=int(record["block"]),
+                carry=tuple(np.array(piece, np.uint32) for piece in record["carry"]),
+                taken=tuple((int(context), int(rows)) for context, rows in record["taken"]),
+                rows=int(record["rows"]),
+                lost=int(record["lost"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(
+                f"The loader's saved position is damaged ({error}): use an earlier checkpoint."
+            ) from error
+        numbers = [position.epoch, position.block, position.rows, position.lost]
+        if min(numbers + [n for entry in position.taken for n in entry]) < 0:
+            raise UserError(
+                "The loader's saved position is damaged (a count below 0): use an earlier checkpoint."
+            )
+        return position
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,10 @@ class RowSequence:
         self._cache, self._order = cache, cache.order
         self._empty_blocks = 0
         self._plan: Plan
+        if position.block > cache.count:
+            raise UserError(
+                f"The saved position is in block {position.block} of data that has {cache.count}."
+            )
         self._enter(position)
         for context, rows in position.taken:
             self._plan_for(context)

@@ -17,9 +17,9 @@ the logits are, up to one factor that comes from above. So each chunk gives its 
 dW = dzᵀ·x at once, dx and dW are what is kept (N·D and V·D numbers, not N·V), and the backward pass only
 multiplies them by that factor. dW is summed over chunks in float32, whatever the compute dtype.
 
-A chunk is three matmuls and, compiled, one kernel between them: a row of logits is read to sum exp(c), read
-again (still in cache) and replaced by dz. The code for that is plain and without branches on data, so that
-the compiler fuses it: the one-hot is a comparison with the column's number, an ignored target never equals
+A chunk is three matmuls and, between them, work that a compiler can make one kernel of: a row of logits is
+read to sum exp(c), read again (still in cache) and replaced by dz. So the code for it is plain and without
+branches on data: the one-hot is a comparison with the column's number, an ignored target never equals
 one, and padding columns of the vocabulary are -inf before the exponential.
 
 `plain_loss` is the slow truth. Not covered: gradients of gradients, and a target past the vocabulary, which
@@ -40,9 +40,9 @@ Reduction = Literal["sum", "none"]
 LARGEST_UNSHIFTED_SOFTCAP = 75.0
 
 # How many logits a chunk holds. Each chunk reads and writes all of dW once, so on a GPU chunks are as large as
-# is comfortable: 2²⁸ logits are half a GiB in bf16, and 8,192 rows of a 32,768-word vocabulary, where dW is
-# about 3% of a chunk's time. Elsewhere the code usually runs uncompiled, with several float32 copies of the
-# chunk at once, and matmuls are slow enough that small chunks cost nothing.
+# is comfortable: 2²⁸ logits are half a GiB in bf16, and 8,192 rows of a 32,768-word vocabulary, where dW at
+# 768 wide costs some 3% of a chunk (reckoned from an H200's bandwidth, not measured). Elsewhere the code often
+# runs uncompiled, with several float32 copies of the chunk at once (128 MiB each), so chunks are smaller.
 CHUNK_LOGITS_GPU = 2**28
 CHUNK_LOGITS = 2**25
 CHUNK_MULTIPLE = 128  # rows; what matmul kernels like

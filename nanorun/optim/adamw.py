@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun.optim.groups import Group
+from nanorun.optim.groups import Group, Scalars
 from nanorun.optim.schedules import Rates
 
 EPSILON = 1e-10
@@ -52,21 +52,13 @@ class AdamWGroup:
         self.update = update
         self.first = [torch.zeros_like(p, dtype=group.state_dtype, requires_grad=False) for p in group.params]
         self.second = [torch.zeros_like(moment) for moment in self.first]
+        self.scalars = Scalars(group, 6)
 
     def step(self, grads: list[Tensor], rates: Rates, updates: int) -> None:
         group, (beta1, beta2) = self.group, self.betas
-        self.update(
-            list(group.params),
-            grads,
-            self.first,
-            self.second,
-            group.scalar(group.rate * rates.rate_scale),
-            group.scalar(group.decay),
-            group.scalar(beta1),
-            group.scalar(beta2),
-            group.scalar(1 - beta1**updates),
-            group.scalar(1 - beta2**updates),
-        )
+        rate = group.rate * rates.rate_scale
+        scalars = self.scalars.set(rate, group.decay, beta1, beta2, 1 - beta1**updates, 1 - beta2**updates)
+        self.update(list(group.params), grads, self.first, self.second, *scalars)
 
     def state(self) -> dict[str, Tensor]:
         moments = {"first_moment": self.first, "second_moment": self.second}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nanorun.config import OptimConfig
-from nanorun.optim.groups import Group
+from nanorun.optim.groups import Group, Scalars
 from nanorun.optim.orthogonal import ORTHOGONALIZERS
 from nanorun.optim.schedules import Rates
 
@@ -82,6 +82,7 @@ class MuonStack:
         self.group = group
         self.update = update
         self.beta2 = config.beta2
+        self.scalars = Scalars(group, 4)
         self.switches: dict[str, Any] = {
             "orthogonalize": config.orthogonalize,
             "nesterov": config.nesterov,
@@ -98,15 +99,13 @@ class MuonStack:
     def step(self, grads: list[Tensor], rates: Rates, updates: int) -> None:
         group = self.group
         params: list[Tensor] = list(group.params)
+        rate, decay = group.rate * rates.rate_scale, group.decay * rates.decay_scale
         new, self.momentum, self.second_moment = self.update(
             torch.stack(params),
             torch.stack(grads),
             self.momentum,
             self.second_moment,
-            group.scalar(group.rate * rates.rate_scale),
-            group.scalar(rates.momentum),
-            group.scalar(group.decay * rates.decay_scale),
-            group.scalar(self.beta2),
+            *self.scalars.set(rate, rates.momentum, decay, self.beta2),
             **self.switches,
         )
         torch._foreach_copy_(params, new.unbind())

@@ -144,6 +144,83 @@ def test_a_replacement_that_died_between_its_two_renames_is_undone(home, corpus)
     assert open_dataset("corpus").total("documents") == 2500
 
 
+def test_a_writer_sweeps_all_that_the_dead_left_and_puts_back_what_was_put_aside(home, corpus):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    me = f"{platform.node()}-{dead.pid}"
+    for name in (
+        f".a.writing-{me}",
+        f".a.b.old-{me}",
+        f".c.writing-elsewhere-{dead.pid}",
+        f".d.writing-{platform.node()}-1",
+    ):
+        (home / "data" / name).mkdir(parents=True)
+    add_files([corpus], name="a")
+    kept = {
+        f".c.writing-elsewhere-{dead.pid}",
+        f".d.writing-{platform.node()}-1",
+    }  # other machines, the living
+    assert set(os.listdir(home / "data")) == {"a", "a.b"} | kept
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere", "/dev/null"])
+def test_a_home_that_cannot_be_written_is_one_sentence(monkeypatch, corpus, where):
+    monkeypatch.setenv("NANORUN_HOME", where)
+    with pytest.raises(UserError, match="cannot be written"):
+        add_files([corpus])
+
+
+def test_a_home_may_be_named_with_a_tilde_or_a_colon(monkeypatch, tmp_path, corpus):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NANORUN_HOME", "~/my home")
+    assert add_files([corpus]).folder == tmp_path / "my home" / "data" / "corpus"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANORUN_HOME", "s3:x")
+    add_files([corpus])
+    assert open_dataset("corpus").total("documents") == 2500
+
+
+def test_text_without_blanks_or_line_ends_is_taken(home, tmp_path):
+    (tmp_path / "zh.txt").write_text("港口的清晨很安静" * 80_000)
+    added = add_files([tmp_path / "zh.txt"])
+    whole = "".join([*read_texts(added.files("train")), *read_texts(added.files("val"))])
+    assert whole == "港口的清晨很安静" * 80_000
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a" * 10_000}))
+    added = add_files([tmp_path / "one.jsonl"])
+    assert [len(text) for s in ("train", "val") for text in read_texts(added.files(s))] == [9000, 1000]
+
+
+def test_in_a_folder_empty_files_and_other_kinds_are_left_out_with_a_word(home, tmp_path, capsys):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for name, text in {
+        "a.md": "one\n",
+        "b.txt": "",
+        "c.txt": "two\n",
+        "d.json": "{}",
+        "e.html": "<p>",
+    }.items():
+        (notes / name).write_text(text)
+    assert add_files([notes]).total("documents") == 2
+    said = capsys.readouterr().err
+    assert "2 files of other kinds left out" in said
+    assert "b.txt holds no text" in said
+    with pytest.raises(UserError, match="leave it out"):
+        add_files([notes / "b.txt"])
+
+
+def test_validation_stays_spread_evenly_when_it_would_outgrow_a_shard(home, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanorun.data.add.SHARD_BYTES", 500)
+    path = tmp_path / "sorted.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {i:06d}"}) + "\n" for i in range(20_000)))
+    added = add_files([path])
+    held = [int(text.split()[1]) for text in read_texts(added.files("val"))]
+    assert added.total("documents") == 20_000
+    assert 10 < len(held) <= 32
+    gaps = np.diff([0, *sorted(held), 20_000])
+    assert gaps.max() < 3 * 20_000 / len(held)
+
+
 def test_two_writers_of_one_name_cannot_mix(home):
     final = home / "data" / "x"
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +275,56 @@ def test_conversations_resume_exactly_on_another_number_of_ranks(small_units):
         seen, state = all_ranks(source, before, steps=cut, **options)
         rest, _ = all_ranks(source, after, steps=40 - cut, state=state, **options)
         assert seen + rest == reference
+
+
+def test_conversations_and_text_are_not_packed_in_each_others_way(token_source):
+    source = ConversationSource(conversations(20), BOS, "made up")
+    for wrong, packing in ((source, "best_fit"), (token_source, "padded"), (token_source, "tight")):
+        with pytest.raises(ValueError, match="pack"):
+            Loader(wrong, rows=2, context=50, order=RowOrder(packing=packing))
+
+
+@pytest.mark.parametrize("damage", [{"rows": -1}, {"block": 10**6}, {"taken": [[30]]}, {"carry": [["x"]]}])
+def test_a_damaged_position_is_one_sentence(token_source, damage):
+    with Loader(token_source, rows=4, context=30) as loader:
+        next(loader)
+        state = loader.state()
+    state["position"].update(damage)
+
+    def go_on():
+        with Loader(token_source, rows=4, context=30, state=state) as loader:
+            next(loader)
+
+    with pytest.raises(UserError, match="saved position"):
+        go_on()
+
+
+def test_it_goes_on_exactly_in_another_process(text_home, tmp_path):
+    dataset, _, tokenizer = text_home
+    source = open_source(dataset, "train", tokenizer)
+    reference, _ = all_ranks(source, 1, steps=60, rows=4, context=40)
+    seen, state = all_ranks(source, 2, steps=25, rows=4, context=40)
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    code = """if True:
+        import json, sys
+        from pathlib import Path
+        from nanorun.data.dataset import open_dataset
+        from nanorun.data.loader import Loader
+        from nanorun.data.sources import open_source
+        from nanorun.text.tokenizer import Tokenizer
+        dataset, folder = open_dataset(sys.argv[1]), Path(sys.argv[2])
+        source = open_source(dataset, "train", Tokenizer.load(folder / "tokenizer"))
+        state = json.loads((folder / "state.json").read_text())
+        with Loader(source, rows=4, context=40, state=state) as loader:
+            for _ in range(35):
+                batch = next(loader)
+                print(json.dumps(list(zip(batch.inputs.tolist(), batch.targets.tolist()))))"""
+    command = [sys.executable, "-c", code, str(dataset.folder), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    rest = [(row[0], row[1]) for line in done.stdout.splitlines() for row in json.loads(line)]
+    assert seen + rest == reference
 
 
 def test_no_row_of_an_endless_padded_loader_is_all_padding(small_units):

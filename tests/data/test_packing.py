@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanorun.data.packing import Pieces, Plan, fill, plan_rows
+from nanorun.errors import UserError
 
 BOS = 9999
 lengths_of_documents = st.lists(st.integers(1, 70), min_size=0, max_size=60)
@@ -88,7 +89,7 @@ def test_padded_rows_hold_each_conversation_whole_and_none_is_all_padding(length
 
 def test_a_conversation_longer_than_the_row_is_refused_not_cut():
     _, pieces = documents([10])
-    with pytest.raises(ValueError, match="11 tokens cannot fit a row of 10"):
+    with pytest.raises(UserError, match="11 tokens cannot fit a row of 10"):
         plan_rows(pieces, 9, "padded")
 
 

@@ -104,6 +104,17 @@ def test_text_split_at_a_separator_gives_what_str_split_gives(tmp_path, parts, s
     assert list(read_documents(path, separator=separator)) == expected
 
 
+def test_a_separator_is_found_where_lines_end_as_on_windows(tmp_path):
+    path = compress(tmp_path / "a.txt", b"one\r\n\r\ntwo\r\n\r\nthree")
+    assert list(read_documents(path, separator="\n\n")) == ["one", "two", "three"]
+
+
+def test_utf16_and_chat_files_are_recognised(tmp_path):
+    assert "iconv -f utf-16" in fault(compress(tmp_path / "a.txt", "hello".encode("utf-16")))
+    chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    assert "holds conversations" in fault(compress(tmp_path / "a.jsonl", chat))
+
+
 def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path):
     assert list(read_documents(compress(tmp_path / "a.txt", b"\xef\xbb\xbfhello"))) == ["hello"]
     assert list(read_documents(compress(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + jsonl(["hi"])))) == ["hi"]
