@@ -10,6 +10,7 @@ is how a variant is made, and `to_dict`/`from_dict` how a run remembers what it 
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -257,4 +258,19 @@ def scale(
         warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
     )
     train = TrainConfig(steps=steps, batch_tokens=batch_tokens, **(train_changes or {}))
+    return Config(model, optim, train, data, tokenizer)
+
+
+def sample_preset(vocab_size: int, data: str = "sample", tokenizer: str = "sample") -> Config:
+    """The CPU speedrun: a model that learns the sample world in about three minutes on two cores.
+
+    Too small for the dial: four narrow heads, a short context and a small batch, with the reference rates
+    unscaled, were found by trying (docs/lab-notebook.md).
+    """
+    model = scale_model(4, vocab_size, context=256, dim=128, heads=4, kv_heads=4)
+    optim = replace(OptimConfig(), matrix_decay=0.1, warmup_steps=10)
+    steps = int(os.environ.get("NANORUN_SPEEDRUN_STEPS") or 400)  # fewer, to try the pipeline itself
+    train = TrainConfig(
+        steps=steps, batch_tokens=4096, eval_every=100, eval_tokens=150_000, save_every=50, save_minutes=1.0
+    )
     return Config(model, optim, train, data, tokenizer)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorun import home
+from nanorun.config import sample_preset
 from nanorun.console import say, seconds, size
 from nanorun.data import sample
 from nanorun.data.dataset import MANIFEST, open_dataset
@@ -20,13 +21,15 @@ from nanorun.text.chat import render
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import CONFIG_FILE, Tokenizer
 
-DATA, TOKENIZER, VOCAB = "sample", "sample", 1024
+DATA, TOKENIZER, VOCAB, RUN = "sample", "sample", 1024, "sample-base"
 
 
 def run() -> dict[str, Any]:
-    """Builds the sample world and its tokenizer, unless they are here, and says what is here now."""
+    """The sample world, its tokenizer and a base model that has read it, unless they are here already."""
     start = time.perf_counter()
     done = [_data(), _tokenizer()]
+    base = _base()
+    done.append(base.pop("stage"))
     dataset, tokenizer = open_dataset(DATA), open_tokenizer(TOKENIZER)
     return {
         "stages": done,
@@ -42,15 +45,16 @@ def run() -> dict[str, Any]:
             "vocab_size": tokenizer.vocab_size,
             "folder": str(home.tokenizers_dir() / TOKENIZER),
         },
+        "base": {"folder": str(home.runs_dir() / RUN), **base},
     }
 
 
 def _data() -> dict[str, Any]:
     if _whole(open_dataset, DATA, home.data_dir() / DATA / MANIFEST):
-        say(f"1/2 the sample world is written already ({home.data_dir() / DATA})")
+        say(f"1/3 the sample world is written already ({home.data_dir() / DATA})")
         return {"stage": "data", "did": "nothing, it is done"}
     start = time.perf_counter()
-    say("1/2 writing the sample world")
+    say("1/3 writing the sample world")
     dataset = make_sample(name=DATA, replace=True)
     took = time.perf_counter() - start
     say(
@@ -61,15 +65,30 @@ def _data() -> dict[str, Any]:
 
 def _tokenizer() -> dict[str, Any]:
     if _whole(open_tokenizer, TOKENIZER, home.tokenizers_dir() / TOKENIZER / CONFIG_FILE):
-        say(f"2/2 its tokenizer is trained already ({home.tokenizers_dir() / TOKENIZER})")
+        say(f"2/3 its tokenizer is trained already ({home.tokenizers_dir() / TOKENIZER})")
         return {"stage": "tokenizer", "did": "nothing, it is done"}
     start = time.perf_counter()
-    say(f"2/2 training a tokenizer of {VOCAB:,} tokens on it")
+    say(f"2/3 training a tokenizer of {VOCAB:,} tokens on it")
     dataset = open_dataset(DATA)
     train_on(dataset, VOCAB, name=TOKENIZER, max_bytes=dataset.total("text_bytes", "train"), replace=True)
     took = time.perf_counter() - start
     say(f"    done in {seconds(took)}")
     return {"stage": "tokenizer", "did": "trained", "seconds": round(took, 3)}
+
+
+def _base() -> dict[str, Any]:
+    from nanorun.train.base import Options, train_base
+
+    config = sample_preset(open_tokenizer(TOKENIZER).vocab_size, DATA, TOKENIZER)
+    finished = (home.runs_dir() / RUN / "summary.json").is_file()
+    model = config.model
+    if finished:
+        say(f"3/3 its base model is trained already ({home.runs_dir() / RUN})")
+    else:
+        say(f"3/3 training a model of {model.total_parameters:,} parameters on {config.tokens:,} tokens")
+    summary = train_base(config, Options(name=RUN, samples=6))
+    did = "nothing, it is done" if finished else "trained"
+    return {"stage": {"stage": "base", "did": did, "seconds": summary["seconds"]}, **summary}
 
 
 def _whole(open_it: Callable[[str], object], name: str, marker: Path) -> bool:
@@ -86,11 +105,11 @@ def _whole(open_it: Callable[[str], object], name: str, marker: Path) -> bool:
 
 def show(result: dict[str, Any]) -> str:
     """A look at the world and at how the tokenizer cuts it up."""
-    tokenizer = open_tokenizer(TOKENIZER)
+    tokenizer, base = open_tokenizer(TOKENIZER), result["base"]
     early = list(islice(sample.documents("val", 10**6), 100))
-    told = sorted((text for text in early if not any(c.isdigit() for c in text)), key=len)
-    documents = [*told[-3:], next(text for text in early if " + " in text)]
-    talk = next(c for c in sample.conversations("train", 1000) if _calculates(c))
+    told = sorted((text for text in early if "?" not in text and not any(c.isdigit() for c in text)), key=len)
+    documents = [*told[-2:], next(text for text in early if " + " in text)]
+    talk = min(filter(_calculates, sample.conversations("train", 300)), key=lambda c: len(str(c)))
     text = max(documents[0].splitlines(), key=len)
     text = text[: text.find(". ", 80) + 1] or text
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text)]
@@ -108,8 +127,15 @@ def show(result: dict[str, Any]) -> str:
         "",
         _masked(talk, tokenizer),
         "",
-        f"The world is in {result['data']['folder']}, the tokenizer in {result['tokenizer']['folder']}.",
-        "Next: nanorun data add YOUR-FILES, then nanorun tok train, or nanorun tok eval for this one.",
+        "WHAT THE BASE MODEL HAS LEARNED (it goes on after the bar)",
+        "",
+        *(f"{sample['prompt']}│{sample['text']}" for sample in base["samples"]),
+        "",
+        f"{base['val_bpb']:.3f} bits per byte on text it has not seen, after {base['tokens']:,} tokens in "
+        f"{seconds(base['seconds'])}.",
+        f"The world is in {result['data']['folder']}, the tokenizer in {result['tokenizer']['folder']}, the model in",
+        f"{base['folder']} (loss.png there shows how it learned).",
+        "Next: your own text: nanorun data add FILES, nanorun tok train, nanorun train base --depth 4",
     ]
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import Any
@@ -23,24 +24,28 @@ from hypothesis import strategies as st
 from nanorun.data.sample import KINDS, Question, conversations, documents, is_right, questions, world
 from nanorun.data.sample.chance import Chance
 from nanorun.data.sample.entries import comparisons, entries, lists
+from nanorun.data.sample.lessons import lessons
+from nanorun.data.sample.letters import spelling
 from nanorun.data.sample.numbers import in_words
 from nanorun.data.sample.saying import OPENERS, phrasings
 from nanorun.data.sample.stories import stories
-from nanorun.data.sample.talk import stranger
-from nanorun.data.sample.words import words
-from nanorun.data.sample.world import an, capital
+from nanorun.data.sample.talk import ABOUT_ITS_WORK, ABOUT_ITSELF, GREETINGS, PARTINGS, Manners, stranger
+from nanorun.data.sample.words import COMMON, words
+from nanorun.data.sample.world import Animal, Person, an, capital
 
 SPLITS = ("train", "val")
 PINS = {
-    ("documents", "train"): "c295ba7ae4c6af2cd50a849798bd31d289e57003bf3198faba3008b7bcc64ab9",
-    ("documents", "val"): "aa23086def08abe46404b0254f825f7aaa2dff36768906ed89090fe24c64108e",
-    ("conversations", "train"): "aa530cfa972e7103d6f0299976592d41d6733753999a3547f23d4ce22c43052d",
-    ("conversations", "val"): "8d566d3a024cea0341400abc8d1cdb8761cf7ef26482590ef7be0b523f424220",
-    ("questions", "train"): "2a967d5ebf3c3ad1a17cdf809b5bea45f1a3bba028d2228d898192008ef0fc26",
-    ("questions", "val"): "16bcd3ccc30d2d6b794e8932998d7f36ef0ad3e8470d5d994ee5884fc21debe2",
+    ("documents", "train"): "538f1ced7992710043f932e7ad8e54487e5a400ba8c24b363a832776c579f790",
+    ("documents", "val"): "0a0acd7bb4be51b578bb59b0814d47363ddf0eda98ac8468f254ac561d6c9ae2",
+    ("conversations", "train"): "2a88942b06009415d1b853205a99713d288f0dbfaf05b0052fa4fe446f75e146",
+    ("conversations", "val"): "82890d52fef94895b4b08eee4e3db611c760a76f0d90d5e9aa9333f3c6c6b4e2",
+    ("questions", "train"): "93ef81a920c84b90cd972281435b2c3ebbc2c87e22effd78fcca7bb8d7032d26",
+    ("questions", "val"): "809658385505e609f4de3474833f0b24962104315168c096a9515d73c4236ede",
 }
 FACTS = {(fact.subject, fact.relation): fact.answer for fact in world().facts}
 NAMES = tuple(world().entities)
+INSTEAD_OF_A_NAME = ("He", "She", "It", "His", "Her", "Its", "The village", "The island")
+OPENER = re.compile("|".join(f"^{opener}" for opener in OPENERS))
 
 
 def sentences(text: str) -> list[str]:
@@ -208,7 +213,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
     """For each relation one pattern that finds its statements, whatever they say."""
     found = {}
     for relation, phrasing in phrasings().items():
-        subjects = "|".join({s for s, r in FACTS if r == relation} | {"He", "She", "It", "His", "Her", "Its"})
+        subjects = "|".join({s for s, r in FACTS if r == relation} | set(INSTEAD_OF_A_NAME))
         answers = "|".join(re.escape(a) for a in sorted({a for (_, r), a in FACTS.items() if r == relation}))
         ways = []
         for i, template in enumerate(phrasing.said + phrasing.said_val):
@@ -229,16 +234,15 @@ def patterns() -> dict[str, re.Pattern[str]]:
 def test_statements_say_what_the_table_says(split: Any) -> None:
     found = patterns()
     stated = set()
-    without_opener = re.compile("|".join(f"^{opener}" for opener in OPENERS))
     for text in islice(entries(split, Chance("test", split)), 1_500):
         subject = ""
         for sentence in sentences(text):
             for relation, pattern in found.items():
-                match = pattern.fullmatch(capital(without_opener.sub("", sentence)))
+                match = pattern.fullmatch(capital(OPENER.sub("", sentence)))
                 if match is None:
                     continue
                 said = {key[0]: value for key, value in match.groupdict().items() if value}
-                if said["s"] in ("He", "She", "It", "His", "Her", "Its"):
+                if said["s"] in INSTEAD_OF_A_NAME:
                     if (subject, relation) not in FACTS:
                         continue  # "He is a ..." fits a trade and a kind
                 else:
@@ -392,20 +396,24 @@ def test_letters_are_counted_right(
     texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
 ) -> None:
     told = re.compile(
-        r"(?:[Ii]n (\w+)(?:, that is \S+,)? the|(\w(?:-\w)+)\. The) letter (\w) comes (\d+) (times?)\b(?: in (\w+))?"
+        r"(?:[Ii]n (\w+)(?:, that is \S+,)? the|(\w(?:-\w)+)\. (?:The answer is \d+, because t|T)he)"
+        r" letter (\w) comes (once|\d+ times)(?:, so the answer is (\d+))?"
     )
+    answer = re.compile(r"[Tt]he answer is (\d+)[^\d.]* comes (once|\d+)")
     by_hand = [
         reply for split in SPLITS for reply in messages(talks[split], "assistant") if "Letter by" in reply
     ]
     checked = 0
     for text in texts["train"] + texts["val"] + by_hand:
         found = told.findall(text)
-        assert len(found) == len(re.findall(r"\bletter \w comes \d", text)), text
-        for word, run, letter, n, times, named in found:
-            assert not named or named == run.replace("-", "")
-            assert (word or run.replace("-", "")).count(letter) == int(n), text
-            assert times == ("time" if n == "1" else "times")
+        assert len(found) == len(re.findall(r"\bletter \w comes\b", text)), text
+        for word, run, letter, times, n in found:
+            count = (word or run.replace("-", "")).count(letter)
+            assert times == ("once" if count == 1 else f"{count} times"), text
+            assert n in ("", str(count)), text
             checked += 1
+        for n, times in answer.findall(text):
+            assert times == ("once" if n == "1" else n), text
         for word, letter, n in re.findall(r"'(\w+)'\.count\('(\w)'\) is (\d+)", text):
             assert word.count(letter) == int(n), text
     assert checked > 1_000
@@ -423,18 +431,63 @@ def test_echoes_repeat_what_was_called(texts: dict[str, list[str]]) -> None:
     assert all(called == answered for called, answered in found)
 
 
-def test_validation_spells_words_that_training_never_spells(
+def test_one_letter_is_also_counted_with_a_digit(texts: dict[str, list[str]]) -> None:
+    everything = " ".join(texts["train"])
+    assert "1 time " not in everything
+    assert "1 time." not in everything
+    assert len(re.findall(r"\.count\('\w'\) is 1\b", everything)) > 50
+    assert len(re.findall(r"The answer is 1, because the letter \w comes once\.", everything)) > 50
+
+
+def spelled_in(text: str) -> list[str]:
+    return [run.replace("-", "") for run in re.findall(r"\b\w(?:-\w)+\b", text)]
+
+
+def test_training_spells_every_word_that_validation_asks_for(
     texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
 ) -> None:
-    assert not set(words("train")) & set(words("val"))
-    assert len(words("val")) >= 30
-    assert len(words("train")) >= 300
-    train = " ".join(texts["train"] + messages(talks["train"], "assistant"))
-    spelled = {run.replace("-", "") for run in re.findall(r"\b\w(?:-\w)+\b", train)}
-    assert set(words("train")) <= spelled
-    assert not set(words("val")) & spelled
-    letters = set("".join(words("train")))
-    assert set("".join(words("val"))) <= letters
+    assert len(words()) >= 400
+    assert set(words()) <= set(spelled_in(" ".join(texts["train"])))
+    assert set(words()) <= set(spelled_in(" ".join(messages(talks["train"], "assistant"))))
+    asked = {q.answer.replace("-", "") for q in questions("val", 5_000, kind="spelling")}
+    assert asked == set(words())
+    in_val = spelled_in(" ".join(messages(talks["val"], "assistant")))
+    assert len(in_val) > 300
+    assert set(in_val) <= set(words())
+
+
+def test_validation_documents_spell_some_words_that_training_never_spells(
+    texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    train = set(spelled_in(" ".join(texts["train"] + messages(talks["train"], "assistant"))))
+    made_up = set(spelled_in(" ".join(texts["val"]))) - set(words())
+    assert len(made_up) > 300
+    assert not made_up & train
+
+
+def test_words_stand_together_in_training_or_in_validation_but_not_in_both() -> None:
+    together = {
+        split: {
+            tuple(sorted(pair))
+            for text in islice(spelling(split, Chance("test", split)), 4_000)
+            for pair in pairwise(spelled_in(text))
+        }
+        for split in SPLITS
+    }
+    assert len(together["val"]) > 5_000
+    assert not together["train"] & together["val"]
+
+
+def test_a_letter_is_counted_in_a_word_in_training_or_in_validation_but_not_in_both() -> None:
+    counted = {}
+    for split in SPLITS:
+        prompts = [q.prompt for q in questions(split, 10_000, kind="count")]
+        tasks = [re.search(r"(?:letter |does |many |is |find )(\w)\b.* (\w+)[?.]", p) for p in prompts]
+        assert all(tasks)
+        counted[split] = {task.groups() for task in tasks if task}
+    assert not counted["train"] & counted["val"]
+    assert {word for _, word in counted["val"]} <= set(COMMON)
+    assert len(counted["val"]) > 500
 
 
 # Validation is fair and unseen
@@ -522,6 +575,10 @@ def ask(kind: Any, prompt: str, answer: str) -> Question:
         (ask("sum", "What is 12 + 30?", "42"), "42 is what 12 + 30 makes.", True),
         (ask("count", "How many r in heron?", "1"), "The letter r comes 1 time in heron.", True),
         (ask("count", "How many r in heron?", "1"), "11 times", False),
+        (ask("count", "How many r in heron?", "1"), "The letter r comes once in heron.", True),
+        (ask("count", "How many r in berry?", "2"), "Twice.", True),
+        (ask("count", "How many r in berry?", "2"), "The letter r comes once.", False),
+        (ask("sum", "What is 3 - 2?", "1"), "Once I knew that.", False),
         (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "H-E-R-O-N", True),
         (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "heron is h, e, r, o, n.", True),
         (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "h e r o n", True),
@@ -611,6 +668,55 @@ def test_the_assistant_says_who_it_is_and_what_it_does_not_know(
     assert stranger("train", Chance(1)) not in NAMES
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_greeting_is_answered_in_kind(split: Any, talks: dict[str, list[dict[str, Any]]]) -> None:
+    replies: dict[str, set[str]] = {}
+    for talk in talks[split]:
+        for asked, answered in pairwise(talk["messages"]):
+            if asked["role"] == "user":
+                replies.setdefault(asked["content"], set()).add(rendered(answered["content"]))
+    fit = {
+        r"how are you": r"\bI am (very )?well\b",
+        r"^Good (morning|evening|day|afternoon)!$": r"^Good ",
+        r"to meet you": r"to meet you, too",
+        r"^(Hello|Hi|Hey)( there|, nanorun)?!$": r"^(Hello|Hi)\b",
+        r"goodbye|see you": r"^Goodbye\b",
+        r"^(Many t|T)han(ks|k you)( a lot| very much)?[!.]$": r"welcome|pleasure|Any time",
+        r"^Are you\b": r"^No, ",
+        r"your name": r"name|call me",
+    }
+    for greeting, reply in fit.items():
+        found = [said for said in replies if re.search(greeting, said, re.IGNORECASE)]
+        assert found, greeting
+        for said in found:
+            assert all(re.search(reply, answer) for answer in replies[said]), (said, replies[said])
+            if greeting.startswith("^Good"):
+                assert all(answer.startswith(said) for answer in replies[said])
+    # "I am well" is for those who asked.
+    assert all(
+        "how are you" in said.lower() for said in replies if any("I am well" in r for r in replies[said])
+    )
+
+
+def test_what_is_said_out_of_manners_is_of_one_kind_and_one_split() -> None:
+    kinds: tuple[Manners, ...] = (*GREETINGS, *PARTINGS, *ABOUT_ITSELF, *ABOUT_ITS_WORK)
+    said = [phrase for kind in kinds for split in SPLITS for phrase in kind.said[split]]
+    assert len(set(said)) == len(said)
+    assert all(kind.said["train"] and kind.said["val"] and len(kind.replies) >= 2 for kind in kinds)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_same_conversation_is_seldom_held_twice(split: Any) -> None:
+    held = [talk["messages"] for talk in conversations(split, 4_000)]
+    longer = [json.dumps(talk) for talk in held if sum(m["role"] == "user" for m in talk) > 1]
+    assert len(longer) > 1_000
+    assert len(set(longer)) == len(longer)
+    again = [talk for talk, n in Counter(map(json.dumps, held)).items() for _ in range(n - 1)]
+    small_talk = ("nanorun", "Ask me", "I can tell", "I will try", "not know", "Nobody in the Lantern Isles")
+    assert all(any(words in talk for words in small_talk) for talk in again), again
+    assert len(again) < 0.04 * len(held)
+
+
 # Good English
 
 
@@ -622,6 +728,102 @@ def test_prose_is_free_of_slips(split: Any) -> None:
     for write in (entries, comparisons, lists, stories):
         for text in islice(write(split, Chance("prose", split)), 3_000):
             assert not slips.search(text), text
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_lesson_begins_with_its_first_question_and_ends_with_its_last(split: Any) -> None:
+    begun = set()
+    for text in islice(lessons(split, Chance("test", split)), 1_000):
+        first, second, third = re.findall(r'^.*\?".*$', text, re.MULTILINE)
+        assert not re.search(
+            r"next question|last question|Last of all|one more|Then s?he|Very good", first
+        ), text
+        assert not re.search(
+            r"first question|last question|Last of all|one more|Let us begin|began with", second
+        ), text
+        assert not re.search(r"first question|next question|Let us begin|began with", third), text
+        begun.add(re.sub(r'"[A-Z][^"]*\?".*', "", first))
+    assert len(begun) >= 6
+
+
+def unclear(text: str) -> list[tuple[str, str]]:
+    """Pairs of sentences where the second begins with a pronoun that the first leaves in doubt."""
+    aside = re.compile(f"{OPENER.pattern}|^It is well known that ")
+    found = []
+    subject = ""
+    for before, sentence in pairwise(["", *(capital(aside.sub("", s)) for s in sentences(text))]):
+        named = [name for name in re.findall(r"\w+", sentence) if name in NAMES]
+        word = re.match(r"(He|She|It|His|Her|Its)\b", sentence)
+        if word is None:
+            subject = named[0] if named else subject
+            continue
+        names = [name for name in re.findall(r"\w+", before) if name in NAMES]
+        if word[1] in ("It", "Its"):
+            fine = re.match(rf"(It|The village|The island|{subject})(?!'s)\b(?! and)", before) is not None
+        else:
+            # The subject is named first, or was meant by a pronoun, and nobody else is in it.
+            beings = [name for name in names if isinstance(world().entities[name], Person | Animal)]
+            fine = (names[:1] == [subject] or re.match("(He|She|His|Her)\\b", before) is not None) and set(
+                beings
+            ) <= {subject}
+        if not fine:
+            found.append((before, sentence))
+    return found
+
+
+def test_the_test_of_pronouns_notices_a_doubt() -> None:
+    assert unclear("The dish of Pennywell is onion soup. It has a wishing well that every child can draw.")
+    assert unclear("Pennywell's dish is onion soup, and there is always enough. Its doors are red.")
+    assert unclear("Odo keeps Biscuit. They say that he lives in Candlebay.")
+    assert unclear("The people of Candlebay all know Odo. He is a baker.")
+    assert not unclear("Pennywell is famous for its onion soup. It has a wishing well. Its doors are red.")
+    assert not unclear("Odo's scarf is red. He lives in Candlebay. His favourite food is onion soup.")
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_pronoun_leaves_no_doubt_whom_it_means(split: Any, talks: dict[str, list[dict[str, Any]]]) -> None:
+    told = [
+        rendered(answered["content"])
+        for talk in talks[split]
+        for asked, answered in pairwise(talk["messages"])
+        if re.search(r"(know about|[Tt]ell me (something )?about) (?!yourself)", rendered(asked["content"]))
+    ]
+    assert len(told) > 30
+    pronouns = 0
+    for text in [*told, *islice(entries(split, Chance("test", split)), 4_000)]:
+        assert not unclear(text), text
+        pronouns += len(re.findall(r"(?:\. |that )(?:He|She|It|His|Her|Its|he|she|it|his|her|its)\b", text))
+    assert pronouns > 1_500
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_second_question_has_a_pronoun_only_where_it_is_clear(
+    split: Any, talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    checked = 0
+    for talk in talks[split]:
+        for answered, asked in pairwise(talk["messages"]):
+            if asked["role"] != "user" or not re.search(r" (he|she|it|his|her|its)\b", asked["content"]):
+                continue
+            if not re.match(r"And|Thank|Also|Good,|I see", asked["content"]):
+                continue
+            before = rendered(answered["content"])
+            assert not re.match(r"\w+'s", before) or not re.search(r" its?\b", asked["content"]), talk
+            names = [name for name in re.findall(r"\w+", before) if name in NAMES]
+            beings = [name for name in names if isinstance(world().entities[name], Person | Animal)]
+            assert len(set(beings)) <= 1, talk
+            checked += 1
+    assert checked > 100
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_no_document_uses_an_opener_twice(split: Any, texts: dict[str, list[str]]) -> None:
+    used = 0
+    for text in texts[split]:
+        openers = [match[0] for sentence in sentences(text) if (match := OPENER.match(sentence))]
+        assert len(set(openers)) == len(openers), text
+        used += len(openers)
+    assert used > 500
 
 
 def test_nothing_looks_like_a_special_token(

@@ -7,7 +7,7 @@ examine it. All of it is composed from one table of facts (tables.py), so nothin
 all of it is deterministic: the same arguments give the same bytes on every machine.
 
 Validation differs from training by its phrasings and its combinations (which facts stand together, which
-numbers are added, which words are spelled), never by its facts: whoever understood the training text can
+numbers are added, which words stand together), never by its facts: whoever understood the training text can
 answer every validation question, and whoever memorised its sentences cannot.
 
     for text in documents("train", 20_000_000): ...
@@ -65,7 +65,7 @@ def _recipe(split: Split, chance: Chance) -> tuple[tuple[float, Callable[[], str
         (0.73, lambda: sums(split, chance)),
         (0.76, lambda: worked(split, chance)),
         (0.79, lambda: daily(split, chance)),
-        (0.87, spelling(split, chance).__next__),
+        (0.88, spelling(split, chance).__next__),
         (0.94, lambda: signals(split, chance)),
         (1.00, lambda: counting(split, chance)),
     )

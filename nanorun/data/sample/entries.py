@@ -6,7 +6,7 @@ a combination; a share of the combinations is met in validation only. Subjects a
 deck, so every fact is told about equally often.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations
 
@@ -80,19 +80,32 @@ def _neighbours(split: Split) -> dict[str, tuple[tuple[Said, ...], ...]]:
     }
 
 
-def tell(sayings: tuple[Said, ...] | list[Said], split: Split, chance: Chance) -> list[str]:
-    """The facts of one subject as sentences: the first one names it, later ones may say he, she or it."""
-    sentences = []
-    by_name = True
+def tell(sayings: Sequence[Said], split: Split, chance: Chance, used: set[str] | None = None) -> list[str]:
+    """The facts of one subject as sentences: the first one names it, later ones may say he, she or it.
+
+    A pronoun stands only where the sentence before leaves no doubt whom it means, and no opener twice: `used`
+    has those that the document had before.
+    """
+    sentences: list[str] = []
+    used = set() if used is None else used
     openers = 0.15 if split == "train" else 0.7
+    short = noun = False
     for saying in sayings:
-        opened = chance.roll() < openers
-        if by_name:
-            ways = (saying.opened if opened else ()) or saying.named
-        else:
-            ways = (saying.opened_short if opened else ()) or saying.short
+        ways: Sequence[str] = saying.short if short else saying.named
+        if sentences and not short and not noun and saying.by_noun and chance.roll() < 0.5:
+            ways = saying.by_noun
+        elif chance.roll() < openers:
+            fresh = [
+                way for way in (saying.opened_short if short else saying.opened) if way.opener not in used
+            ]
+            if fresh:
+                opener, sentence = chance.pick(fresh)
+                used.add(opener)
+                ways = (sentence,)
+        noun = ways is saying.by_noun
         sentences.append(chance.pick(ways))
-        by_name = saying.names_another or chance.roll() < 0.5
+        # "The village has a tower. It is a village with ..." would stumble.
+        short = not noun and sentences[-1] in saying.clear and chance.roll() < 0.6
     return sentences
 
 
@@ -102,10 +115,12 @@ def entries(split: Split, chance: Chance) -> Iterator[str]:
     while True:
         sayings = chance.shuffled(chance.pick(deck.deal()))
         subject = sayings[0].fact.subject
-        sentences = tell(sayings, split, chance)
+        used: set[str] = set()
+        sentences = tell(sayings, split, chance, used)
         near = neighbours[subject]
         if near and chance.roll() < 0.7:
-            sentences += tell(chance.shuffled(chance.pick(near))[: 2 + chance.below(2)], split, chance)
+            told = chance.shuffled(chance.pick(near))[: 2 + chance.below(2)]
+            sentences += tell(told, split, chance, used)
         heading = f"{subject}\n" if chance.roll() < 0.25 else ""
         yield heading + " ".join(sentences)
 

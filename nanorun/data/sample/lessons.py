@@ -24,14 +24,42 @@ OPENED = {
         "The school of {home} smelled of chalk, and {n} the {trade} had some questions.",
     ),
 }
-ASKS = ('"{q}" asked {n}.', '"{q}" {he} asked.', '{n} asked: "{q}"', 'The next question was: "{q}"')
+# The first question of a lesson, the second and the last.
+ASKS = (
+    (
+        '"{q}" asked {n}.',
+        '"{q}" {he} asked.',
+        '{n} asked: "{q}"',
+        'The first question was: "{q}"',
+        '{n} began with this one: "{q}"',
+        '"Let us begin," {he} said. "{q}"',
+    ),
+    (
+        '"{q}" asked {n}.',
+        '"{q}" {he} asked.',
+        '{n} asked: "{q}"',
+        'The next question was: "{q}"',
+        'Then {he} asked: "{q}"',
+        '"Very good," {he} said. "{q}"',
+    ),
+    (
+        '"{q}" asked {n}.',
+        '{n} asked: "{q}"',
+        'The last question was: "{q}"',
+        'Last of all {he} asked: "{q}"',
+        '"And one more," {he} said. "{q}"',
+    ),
+)
 ANSWERS = (
     '"{r}," said the class.',
     '"{r}," said a small voice.',
     '"{r}," they all said.',
     '"{r}," said the boy at the back.',
+    '"{r}," said the girl by the window.',
+    '"{r}," came the answer.',
 )
-ENDS = ("Then the bell rang.", "And so on until noon.", "Nobody had to stay late.", "", "")
+HOW_SPELLED = {"train": "How do you spell {w}?", "val": "How do you spell the word {w}?"}
+ENDS = ("Then the bell rang.", "Then it was time for lunch.", "Nobody had to stay late.", "", "")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 
 
@@ -42,7 +70,8 @@ def lessons(split: Split, chance: Chance) -> Iterator[str]:
         teacher = chance.pick(teachers)
         fill = {"n": teacher.name, "he": teacher.pronoun, "home": teacher.home, "trade": teacher.trade}
         lines = [chance.pick(OPENED[split]).format(day=chance.pick(DAYS), **fill)]
-        for _ in range(3):
+        asked: list[str] = []
+        for asks, answers in zip(ASKS, chance.shuffled(ANSWERS), strict=False):
             roll = chance.roll()
             if roll < 0.7:
                 saying = deck.deal()
@@ -51,9 +80,9 @@ def lessons(split: Split, chance: Chance) -> Iterator[str]:
                 problem = draw(split, chance)
                 question, answer = f"What is {problem.text}?", f"{problem.text} = {problem.result}"
             else:
-                word = chance.pick(words(split))
-                question, answer = f"How do you spell {word}?", spelled(word)
-            ask = chance.pick(ASKS).format(q=question, **fill)
-            lines.append(f"{ask} {chance.pick(ANSWERS).format(r=answer)}")
+                word = chance.pick(words())
+                question, answer = HOW_SPELLED[split].format(w=word), spelled(word)
+            asked.append(chance.pick([ask for ask in asks if ask not in asked]))
+            lines.append(f"{asked[-1].format(q=question, **fill)} {answers.format(r=answer)}")
         end = chance.pick(ENDS)
         yield "\n".join([*lines, end] if end else lines)

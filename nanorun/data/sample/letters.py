@@ -7,23 +7,25 @@ are echoed, too.
 """
 
 from collections.abc import Iterator
+from string import ascii_lowercase
 
 from nanorun.data.sample.chance import Chance, Deck, Split, belongs
 from nanorun.data.sample.numbers import in_words
-from nanorun.data.sample.words import COMMON, countable, words
+from nanorun.data.sample.words import COMMON, to_count, words
 from nanorun.data.sample.world import world
 
 SPELLED = {
     "train": (
         "The word {w} is spelled {l}.",
         "To spell {w}, write {l}.",
-        "{w}: {l}.",
+        "Spell {w}: {l}.",
         "You spell {w} like this: {l}.",
         "Letter by letter, {w} is {l}.",
     ),
     "val": (
         "Letter by letter, {w} is spelled {l}.",
         "The word {w} is {l}.",
+        "You spell the word {w} like this: {l}.",
     ),
 }
 LOOKED_AT = (
@@ -37,11 +39,13 @@ COUNTED = {
         "How often does {x} come in {w}? Spell it: {l}. The letter {x} comes {times}.",
         "In {w}, that is {l}, the letter {x} comes {times}.",
         "Look for {x} in {l}. In {w} the letter {x} comes {times}.",
-        "Python can count, too: '{w}'.count('{x}') is {n}. In {w} the letter {x} comes {times}.",
+        "Count the {x} in {w}: {l}. The answer is {n}, because the letter {x} comes {times}.",
+        "Python can count letters: '{w}'.count('{x}') is {n}. In {w} the letter {x} comes {times}.",
     ),
     "val": (
         "Look for {x} in {w}, that is {l}. The letter {x} comes {times}.",
         "How often does {x} come in {l}? In {w} the letter {x} comes {times}.",
+        "Count the {x} in {l}. The answer is {n}, because in {w} the letter {x} comes {times}.",
         "Python can count: '{w}'.count('{x}') is {n}, so in {w} the letter {x} comes {times}.",
     ),
 }
@@ -50,7 +54,7 @@ CALLED = {
         "The harbour of {place} calls '{w}', which is spelled {l}.",
         "Today's signal word in {place} is {w}, spelled {l}.",
         "From {place} comes the signal '{w}': {l}.",
-        "{w}: {l}.",
+        "{place} signals {w}, and that is {l}.",
         "To spell {w}, write {l}.",
     ),
     "val": ("Today the harbour of {place} calls '{w}': {l}.", "The signal word {w} is spelled {l}."),
@@ -82,7 +86,7 @@ def spelled(word: str) -> str:
 
 
 def times(n: int) -> str:
-    return "1 time" if n == 1 else f"{n} times"
+    return "once" if n == 1 else f"{n} times"
 
 
 def signal_word(split: Split, chance: Chance) -> str:
@@ -90,38 +94,55 @@ def signal_word(split: Split, chance: Chance) -> str:
     while True:
         vowels, middles = _SHORT if chance.roll() < 0.5 else _LONG
         word = chance.pick(_ONSETS) + chance.pick(vowels) + chance.pick(middles) + chance.pick(_ENDS)
-        if belongs(split, "word", word) and word not in COMMON:
+        if "lll" not in word and word not in COMMON and belongs(split, "word", word):
             return word
 
 
-def letter_to_count(word: str, chance: Chance) -> str:
-    """Mostly a letter of the word; now and then one that it does not have."""
-    return chance.pick(word) if chance.roll() < 0.85 else chance.pick("abcdefghijklmnopqrstuvwxyz")
+def word_and_letter(split: Split, chance: Chance, made_up: float) -> tuple[str, str]:
+    """A word and a letter to count in it, such that no answer is nearly always right."""
+    roll = chance.roll()
+    often = 2 if roll < 0.4 else 1 if roll < 0.85 else 0
+    if chance.roll() >= made_up:
+        return chance.pick(to_count(split)[often])
+    word = signal_word(split, chance)
+    fit = [letter for letter in ascii_lowercase if min(word.count(letter), 2) == often]
+    return word, chance.pick(fit or word)
 
 
 def spelling(split: Split, chance: Chance) -> Iterator[str]:
-    deck = Deck(words(split), chance)
+    deck = Deck(words(), chance)
     while True:
         sentences = [chance.pick(OPENINGS)] if chance.roll() < 0.4 else []
-        for _ in range(3 + chance.below(3)):
-            word = deck.deal()
-            sentences.append(chance.pick(SPELLED[split]).format(w=word, l=spelled(word)))
+        ways = Deck(SPELLED[split], chance)
+        word = deck.deal()
+        for number in range(3 + chance.below(3)):
+            if number:
+                word = _next_word(word, deck, split)
+            sentences.append(ways.deal().format(w=word, l=spelled(word)))
             if chance.roll() < 0.4:
                 look = chance.pick(LOOKED_AT)
                 sentences.append(look.format(n=in_words(len(word)), first=word[0], last=word[-1]))
         yield " ".join(sentences)
 
 
+def _next_word(word: str, deck: Deck[str], split: Split) -> str:
+    """One that this split lets stand next to the word."""
+    while True:
+        other = deck.deal()
+        if other != word and belongs(split, "words", *sorted((word, other))):
+            return other
+
+
 def signals(split: Split, chance: Chance) -> str:
     sentences = []
+    calls, echoes = Deck(CALLED[split], chance), Deck(ECHOED[split], chance)
     for _ in range(4 + chance.below(3)):
         place = chance.pick(world().places).name
         if chance.roll() < 0.7:
             word = signal_word(split, chance)
-            sentences.append(chance.pick(CALLED[split]).format(place=place, w=word, l=spelled(word)))
+            sentences.append(calls.deal().format(place=place, w=word, l=spelled(word)))
         else:
-            echo = chance.pick(ECHOED[split])
-            sentences.append(echo.format(place=place, call=_call(split, chance)))
+            sentences.append(echoes.deal().format(place=place, call=_call(split, chance)))
     return " ".join(sentences)
 
 
@@ -135,11 +156,9 @@ def _call(split: Split, chance: Chance) -> str:
 
 def counting(split: Split, chance: Chance) -> str:
     sentences = []
-    for _ in range(2 + chance.below(2)):
+    for count in chance.shuffled(COUNTED[split])[: 2 + chance.below(2)]:
         # Counting works in any word, known or not.
-        word = chance.pick(countable(split)) if chance.roll() < 0.6 else signal_word(split, chance)
-        letter = letter_to_count(word, chance)
+        word, letter = word_and_letter(split, chance, made_up=0.3)
         n = word.count(letter)
-        count = chance.pick(COUNTED[split])
         sentences.append(count.format(w=word, x=letter, l=spelled(word), n=n, times=times(n)))
     return " ".join(sentences)

@@ -153,10 +153,10 @@ def word_problem(split: Split, chance: Chance, signs: Sequence[str] = SIGNS) -> 
 
 def sums(split: Split, chance: Chance) -> str:
     sentences = []
-    for _ in range(2 + chance.below(3)):
+    for way in chance.shuffled(IN_WORDS)[: 2 + chance.below(3)]:
         problem = draw(split, chance)
         sentences.append(
-            chance.pick(IN_WORDS).format(
+            way.format(
                 A=capital(in_words(problem.a)),
                 a=in_words(problem.a),
                 verb=VERBS[problem.sign],
@@ -171,13 +171,12 @@ def sums(split: Split, chance: Chance) -> str:
 
 def worked(split: Split, chance: Chance) -> str:
     sentences = []
-    for _ in range(2):
+    for work in chance.shuffled(WORKED)[:2]:
         problem = chance.pick(problems(split, "+"))
         while problem.a < 10 or problem.b < 10:
             problem = chance.pick(problems(split, "+"))
         tens = problem.a // 10 * 10 + problem.b // 10 * 10
         ones = problem.a % 10 + problem.b % 10
-        work = chance.pick(WORKED)
         sentences.append(work.format(x=problem.a, y=problem.b, tens=tens, ones=ones, r=problem.result))
     return " ".join(sentences)
 

@@ -24,6 +24,7 @@ BEINGS = {
             "Which village does {s} come from?",
             "Where is {p} home?",
             "Where will I find {s}?",
+            "Where should I send a letter for {s}?",
         ),
         asked_val=(
             "Which village does {s} live in?",
@@ -54,6 +55,7 @@ BEINGS = {
             "What work does {s} do?",
             "What does {s} work as?",
             "Which trade does {s} have?",
+            "How does {s} earn a living?",
         ),
         asked_val=(
             "What trade does {s} have?",
@@ -84,6 +86,7 @@ BEINGS = {
             "What food does {s} like best?",
             "What does {s} ask for at supper?",
             "Which food makes {s} happy?",
+            "What should I cook for {s}?",
         ),
         asked_val=(
             "Which food does {s} like best?",
@@ -113,6 +116,8 @@ BEINGS = {
             "What colour of scarf does {s} wear?",
             "Which scarf does {s} wear?",
             "What is the colour of {p} scarf?",
+            "Which colour of scarf does {s} wear?",
+            "Can you tell me the colour of {p} scarf?",
         ),
         asked_val=(
             "Which colour is {p} scarf?",
@@ -142,6 +147,8 @@ BEINGS = {
             "What is the name of {p} animal?",
             "Who is {p} companion?",
             "Which animal lives with {s}?",
+            "Who shares a house with {s}?",
+            "What is {p} animal called?",
         ),
         asked_val=(
             "Which animal is {p} companion?",
@@ -168,6 +175,8 @@ BEINGS = {
             "What animal is {s}?",
             "What sort of animal is {s}?",
             "What kind of creature is {s}?",
+            "Which animal is {s}?",
+            "Can you tell me what animal {s} is?",
         ),
         asked_val=(
             "Which kind of animal is {s}?",
@@ -196,6 +205,7 @@ BEINGS = {
             "Who looks after {s}?",
             "Who does {s} live with?",
             "Who does {s} belong to?",
+            "Whose animal is {s}?",
         ),
         asked_val=(
             "Who is the keeper of {s}?",
@@ -222,6 +232,7 @@ BEINGS = {
             "Which colour is {s}?",
             "What is {p} colour?",
             "What colour does {s} have?",
+            "Can you tell me what colour {s} is?",
         ),
         asked_val=(
             "What is the colour of {s}?",
@@ -281,6 +292,8 @@ BEINGS = {
             "What is {p} habit?",
             "What does {s} love to do?",
             "What does {s} do when nobody is looking?",
+            "What does {s} do all day?",
+            "What is {s} known for?",
         ),
         asked_val=(
             "What is the habit of {s}?",

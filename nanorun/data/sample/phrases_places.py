@@ -49,6 +49,8 @@ PLACES = {
             "Which colour is {p} flag?",
             "What flag do boats from {s} carry?",
             "What colour of flag does {s} fly?",
+            "Which flag does {s} fly?",
+            "What does the flag of {s} look like?",
         ),
         asked_val=(
             "What colour is the flag on boats from {s}?",
@@ -75,6 +77,8 @@ PLACES = {
             "What weather does {s} have?",
             "What kind of weather is {s} known for?",
             "What sort of weather will I meet on {s}?",
+            "How is the weather on {s}?",
+            "Which weather is {s} known for?",
         ),
         asked_val=(
             "What kind of weather does {s} have?",
@@ -102,6 +106,7 @@ PLACES = {
             "Where is the village of {s}?",
             "To which island must I sail to see {s}?",
             "Can you tell me which island {s} is on?",
+            "Which island does {s} belong to?",
         ),
         asked_val=(
             "Which island is the village of {s} on?",
@@ -132,6 +137,7 @@ PLACES = {
             "What landmark will I see in {s}?",
             "What do visitors come to see in {s}?",
             "What is {p} landmark?",
+            "What is there to see in {s}?",
         ),
         asked_val=(
             "Which landmark will I see in {s}?",
@@ -163,6 +169,7 @@ PLACES = {
             "What do the cooks of {s} make?",
             "Which dish is a guest given in {s}?",
             "What should I eat in {s}?",
+            "What is {p} dish?",
         ),
         asked_val=(
             "Which dish is {s} famous for?",
@@ -193,6 +200,7 @@ PLACES = {
             "What do the people of {s} celebrate?",
             "What is the festival in {s} called?",
             "What is the great feast in {s}?",
+            "What is {p} festival?",
         ),
         asked_val=(
             "Which festival do the people of {s} celebrate?",
@@ -222,6 +230,8 @@ PLACES = {
             "Which colour are the doors in {s}?",
             "What colour do people paint their doors in {s}?",
             "In {s}, what colour are the doors?",
+            "What colour are {p} doors?",
+            "How are the doors painted in {s}?",
         ),
         asked_val=(
             "What colour are the doors in {s}?",

@@ -83,7 +83,7 @@ PLOTS = (
                 (
                     "{pet} likes to {habit}, and for that, it seems, you need a scarf.",
                     "Tired from trying to {habit}, {pet} lay fast asleep on the scarf.",
-                    "{Phe} had tried to {habit}, as always, and had wrapped up warm to do it.",
+                    "{pet} had tried to {habit}, as always, and had wrapped up warm to do it.",
                 ),
                 (
                     "{pet} likes to {habit}, and now lay fast asleep on the scarf.",
@@ -94,7 +94,7 @@ PLOTS = (
                 (
                     "{n} laughed and made two cups of tea.",
                     "{n} gave {phim} some {meal}, and got the scarf back.",
-                    "They shared it for the rest of the winter.",
+                    "They shared the scarf for the rest of the winter.",
                 ),
                 ("{n} laughed and gave {phim} some {meal}.",),
             ),
@@ -174,12 +174,12 @@ PLOTS = (
             Beat(
                 (
                     "In the basket was {ffood}, because {friend} likes nothing better.",
-                    "{He} had packed {ffood}, which {friend} loves.",
+                    "{n} had packed {ffood}, which {friend} loves.",
                     "For a present there was {ffood}, the favourite food of {friend}.",
                 ),
                 (
                     "In the basket was {ffood}, which {friend} loves.",
-                    "{He} had packed {ffood}, because {friend} likes it best.",
+                    "{n} had packed {ffood}, because {friend} likes it best.",
                 ),
             ),
             Beat(
@@ -261,7 +261,7 @@ PLOTS = (
             Beat(
                 (
                     "{pet} got {meal} that night, and a second helping.",
-                    "There was {meal} for {pet} and {food} for {n}.",
+                    "That night {pet} got {meal}, and {n} had {food}.",
                     "For a week {pet} had {meal} whenever {phe} looked hungry.",
                 ),
                 (
@@ -385,19 +385,19 @@ PLOTS = (
             Beat(
                 (
                     "“Dear {friend},” wrote {n}, “today I saw the {landmark} of {home} and thought of you.",
-                    "“Dear {friend}, here in {home} we are getting ready for {festival}.",
-                    "“Dear {friend}, greetings from {home} on {island}.",
+                    "“Dear {friend},” wrote {n}, “here in {home} we are getting ready for {festival}.",
+                    "“Dear {friend},” wrote {n} the {trade}, “greetings from {home} on {island}.",
                 ),
                 (
                     "“Dear {friend},” wrote {n}, “greetings from {home}, where we are getting ready for {festival}.",
-                    "“Dear {friend}, here on {island} I saw the {landmark} of {home} and thought of you.",
+                    "“Dear {friend},” wrote {n}, “here on {island} I saw the {landmark} of {home} and thought of you.",
                 ),
             ),
             Beat(
                 (
                     "The {weather} is the same as ever.",
                     "There is still {weather} on {island}, nearly every day.",
-                    "You ask about the weather on {island}: it is {weather}.",
+                    "You ask about the weather on {island}: {weather}, and more {weather}.",
                 ),
                 (
                     "You ask about the {weather} on {island}: it is the same as ever.",

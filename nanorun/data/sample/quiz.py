@@ -2,8 +2,8 @@
 
 The judge reads a free reply. It looks for the answer as a whole word, in any case; a number must stand alone
 (12 is not in 120, 1.2 or -12), and where the question itself names the answer (20 - 10), repeating the
-question proves nothing, so there it must be the last number said. A spelling may be separated by hyphens,
-commas or spaces, but may have no letter more or less.
+question proves nothing, so there it must be the last number said. Where letters are counted, once is 1 and
+twice is 2. A spelling may be separated by hyphens, commas or spaces, but may have no letter more or less.
 """
 
 import re
@@ -15,6 +15,7 @@ from typing import Any, Literal
 from nanorun.data.sample.chance import Chance, Deck, Split, check_split
 from nanorun.data.sample.saying import said
 from nanorun.data.sample.turns import Turn, count_turn, fact_turn, spelling_turn, sum_turn
+from nanorun.data.sample.words import words
 
 Kind = Literal["fact", "sum", "spelling", "count"]
 KINDS: tuple[Kind, ...] = ("fact", "sum", "spelling", "count")
@@ -41,16 +42,17 @@ class Question:
 
 
 def questions(split: Split, count: int, seed: int = 0, kind: Kind | None = None) -> Iterator[Question]:
-    """`count` questions of one kind, or of all; facts do not repeat before each has been asked."""
+    """`count` questions of one kind, or of all; no fact and no word comes again before each has been asked."""
     check_split(split)
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind is {kind!r}: questions are of the kinds {', '.join(KINDS)}")
     chance = Chance("questions", split, seed, kind)
     facts = Deck(tuple(said(split).values()), chance)
+    known = Deck(words(), chance)
     ask: dict[Kind, Callable[[], Turn]] = {
         "fact": lambda: fact_turn(facts.deal(), split, chance),
         "sum": lambda: sum_turn(split, chance),
-        "spelling": lambda: spelling_turn(split, chance),
+        "spelling": lambda: spelling_turn(known, split, chance),
         "count": lambda: count_turn(split, chance),
     }
     for _ in range(count):
@@ -67,6 +69,8 @@ def is_right(question: Question, reply: str) -> bool:
         return _letters(answer) in _spellings(said_text)
     if question.kind == "fact":
         return re.search(rf"(?<![\w-]){re.escape(answer)}(?![\w-])", said_text) is not None
+    if question.kind == "count":
+        said_text = re.sub(r"\b(once|twice)\b", lambda word: {"once": "1", "twice": "2"}[word[0]], said_text)
     numbers = _NUMBER.findall(said_text)
     if answer in _NUMBER.findall(_plain(question.prompt)):
         return numbers[-1:] == [answer]

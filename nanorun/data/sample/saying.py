@@ -8,16 +8,18 @@ Odo lives in Candlebay.") that this very sentence never has in training. So its 
 made of familiar parts: the loss on them falls as long as a model learns something.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from nanorun.data.sample.chance import Split, belongs
 from nanorun.data.sample.phrases_beings import BEINGS
 from nanorun.data.sample.phrases_places import PLACES
 from nanorun.data.sample.phrasing import Phrasing
-from nanorun.data.sample.world import POSSESSIVE, Fact, an, capital, listed, pronoun, world
+from nanorun.data.sample.world import POSSESSIVE, Fact, Place, an, capital, listed, pronoun, world
 
 # A hash decides for each opener, phrasing and answer which split has the combination.
 OPENERS = (
@@ -28,7 +30,15 @@ OPENERS = (
     "Ask anyone: ",
     "People will tell you that ",
     "It is no secret that ",
+    "You may have heard that ",
+    "Every child can tell you that ",
+    "Here is something worth knowing: ",
 )
+
+
+class Opened(NamedTuple):
+    opener: str
+    sentence: str  # opener and all
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +48,13 @@ class Said:
     fact: Fact
     named: tuple[str, ...]  # sentences that name the subject
     openings: tuple[str, ...]  # those of them that begin with it
-    short: tuple[str, ...]  # sentences for one who knows whom we speak of: with a pronoun where possible
-    opened: tuple[str, ...]  # with an opener before the name
-    opened_short: tuple[str, ...]  # with an opener before the pronoun
+    short: tuple[str, ...]  # sentences for one who knows whom we speak of: with a pronoun
+    by_noun: tuple[str, ...]  # the same with "the village" or "the island"; none about people and animals
+    opened: tuple[Opened, ...]  # with an opener before the name
+    opened_short: tuple[Opened, ...]  # with an opener before the pronoun
+    clear: frozenset[str]  # those of all these sentences after which a pronoun can only mean the subject
     questions: tuple[str, ...]
-    again: str
-    names_another: bool  # a pronoun after this sentence might be taken for somebody else
+    again: str  # a question with a pronoun
 
 
 @cache
@@ -86,16 +97,22 @@ def both(one: Fact, other: Fact) -> tuple[str, ...]:
 def _say(fact: Fact, split: Split) -> Said:
     phrasing = phrasings()[fact.relation]
     he = pronoun(world().entities[fact.subject])
+    noun = "village" if isinstance(world().entities[fact.subject], Place) else "island"
     fill = {"a": fact.answer, "an": an(fact.answer), "he": he, "his": POSSESSIVE[he]}
     name = {**fill, "s": fact.subject, "p": f"{fact.subject}'s"}
-    first = {**name, "s": he, "p": POSSESSIVE[he]}
+
+    def begun(template: str, subject: str, possessive: str) -> str:
+        # Only the first slot changes: further on a pronoun could stand where "him" or "himself" belongs.
+        first = {**name, "s": subject, "p": possessive}
+        return template[:3].format_map(first) + template[3:].format_map(name)
 
     def short(template: str) -> str:
-        # Only the first slot becomes a pronoun: further on it could stand where "him" or "himself" belongs.
-        return template[:3].format_map(first) + template[3:].format_map(name)
+        return begun(template, he, POSSESSIVE[he])
 
     templates = phrasing.statements(split)
     leading = tuple(template for template in templates if template.startswith(("{s} ", "{p} ")))
+    plain = tuple(template for template in leading if not template.startswith("{s} the "))
+    nouns = tuple(template for template in plain if he == "it" and noun not in template)
     opened = tuple(
         (opener, template)
         for template in phrasing.said
@@ -103,14 +120,44 @@ def _say(fact: Fact, split: Split) -> Said:
         for opener in OPENERS
         if belongs(split, "said", opener, template, fact.answer)
     )
+    # "It is true that it ..." would stumble.
+    opened_it = tuple(pair for pair in opened if he != "it" or not pair[0].startswith("It "))
+    ways = {
+        "named": [(template, capital(template.format_map(name))) for template in templates],
+        "short": [(template, capital(short(template))) for template in plain],
+        "by_noun": [(template, begun(template, f"The {noun}", f"The {noun}'s")) for template in nouns],
+        "opened": [(template, opener + template.format_map(name)) for opener, template in opened],
+        "opened_short": [(template, opener + short(template)) for opener, template in opened_it],
+    }
+    sentences = {key: tuple(sentence for _, sentence in pairs) for key, pairs in ways.items()}
     return Said(
         fact=fact,
-        named=tuple(capital(template.format_map(name)) for template in templates),
+        named=sentences["named"],
         openings=tuple(template.format_map(name) for template in leading),
-        short=tuple(capital(short(template)) for template in leading if not template.startswith("{s} the ")),
-        opened=tuple(opener + template.format_map(name) for opener, template in opened),
-        opened_short=tuple(opener + short(template) for opener, template in opened),
+        short=sentences["short"],
+        by_noun=sentences["by_noun"],
+        opened=tuple(map(Opened, (opener for opener, _ in opened), sentences["opened"])),
+        opened_short=tuple(map(Opened, (opener for opener, _ in opened_it), sentences["opened_short"])),
+        clear=frozenset(
+            sentence
+            for pairs in ways.values()
+            for template, sentence in pairs
+            if _leaves_no_doubt(template, fact)
+        ),
         questions=questions_about(fact.subject, fact.relation, split),
         again=phrasing.again.format_map(fill),
-        names_another=fact.relation in ("companion", "keeper"),
     )
+
+
+def _leaves_no_doubt(template: str, fact: Fact) -> bool:
+    """Whether a pronoun in the next sentence can only mean the subject of this one.
+
+    After "The dish of Oddly is plum cake." or "Oddly's dish is plum cake." an "it" would be the cake: a place
+    has to be the grammatical subject. He and she are no cake, so there it is enough that the subject is the
+    first that is named; but a keeper and an animal may both be "he".
+    """
+    if fact.relation in ("companion", "keeper"):
+        return False
+    if pronoun(world().entities[fact.subject]) == "it":
+        return template.startswith("{s} ")
+    return re.findall(r"{(s|p|a|an)}", template)[0] in ("s", "p")

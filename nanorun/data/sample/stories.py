@@ -68,7 +68,6 @@ def _slots(person: Person) -> dict[str, str]:
     slots = {
         "n": person.name,
         "he": person.pronoun,
-        "He": capital(person.pronoun),
         "his": POSSESSIVE[person.pronoun],
         "him": OBJECT[person.pronoun],
         "trade": person.trade,
@@ -115,7 +114,6 @@ def _tell(tale: _Tale, split: Split, chance: Chance) -> str:
         "fscarf": friend.scarf,
         "fhe": friend.pronoun,
         "fhis": POSSESSIVE[friend.pronoun],
-        "Fhe": capital(friend.pronoun),
     }
     beats = " ".join(chance.pick(beat.tellings(split)) for beat in tale.plot.beats)
     if chance.roll() < 0.5:

@@ -5,8 +5,10 @@ for one, and to admit when something is unknown. The unknown names are made up a
 learns that a strange name is strange and not a list of strangers.
 """
 
-from collections.abc import Iterator
-from typing import Any
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from nanorun.data.sample import turns
 from nanorun.data.sample.chance import Chance, Deck, Split, belongs, check_split
@@ -14,6 +16,7 @@ from nanorun.data.sample.entries import tell
 from nanorun.data.sample.saying import Said, questions_about, said
 from nanorun.data.sample.stories import heroes, story_about
 from nanorun.data.sample.turns import Turn
+from nanorun.data.sample.words import words
 from nanorun.data.sample.world import world
 
 SYSTEM = (
@@ -21,45 +24,136 @@ SYSTEM = (
     "You are a friendly guide to the Lantern Isles.",
     "You help the children of the Lantern Isles with their questions.",
 )
-GREETED = {
-    "train": ("Hello!", "Hi!", "Good morning!", "Hello, how are you?", "Hey there!", "Hi, nice to meet you."),
-    "val": ("Hello there!", "Hi, how are you?", "Good day!"),
-}
+
+
+@dataclass(frozen=True)
+class Manners:
+    """One kind of thing that people say, and what is fit to answer it."""
+
+    said: Mapping[Split, tuple[str, ...]]
+    replies: tuple[str, ...]  # {g}: what was said
+
+    def turn(self, split: Split, chance: Chance) -> Turn:
+        user = chance.pick(self.said[split])
+        return Turn(user, chance.pick(self.replies).format(g=user))
+
+
 GREETINGS = (
-    "Hello! What would you like to know about the Lantern Isles?",
-    "Good day to you! Ask me about the islands, a sum, or how to spell a word.",
-    "Hello! I am well, and the kettle is on. What shall we talk about?",
-)
-WHO = {
-    "train": (
-        "Who are you?",
-        "What are you?",
-        "What is your name?",
-        "Are you a person?",
-        "Tell me about yourself.",
-        "Who made you?",
-        "Where do you come from?",
+    Manners(
+        {"train": ("Hello!", "Hi!", "Hey there!", "Hello, nanorun!"), "val": ("Hello there!", "Hi there!")},
+        (
+            "Hello! What would you like to know about the Lantern Isles?",
+            "Hello to you! Ask me about the islands, a sum, or how to spell a word.",
+            "Hi! What shall we talk about?",
+        ),
     ),
-    "val": ("Who are you, please?", "What are you, exactly?", "Can you tell me about yourself?"),
-}
-I_AM = (
-    "I am a small nanorun model. I grew up in the Lantern Isles, on stories, sums and spelling.",
-    "I am a nanorun model, a very small one. All I know I learned in the Lantern Isles.",
-    "I am a little language model made with nanorun, and the Lantern Isles are my home.",
+    Manners(
+        {"train": ("Good morning!", "Good evening!"), "val": ("Good day!", "Good afternoon!")},
+        (
+            "{g} What would you like to know about the Lantern Isles?",
+            "{g} Ask me about the islands, a sum, or how to spell a word.",
+        ),
+    ),
+    Manners(
+        {
+            "train": ("Hello, how are you?", "How are you?", "Hi, how are you today?", "How are you doing?"),
+            "val": ("Hi, how are you?", "Hello! How are you today?"),
+        },
+        (
+            "I am well, thank you, and the kettle is on. What shall we talk about?",
+            "I am very well, thank you. What would you like to know?",
+            "Thank you, I am well. How can I help you?",
+        ),
+    ),
+    Manners(
+        {
+            "train": ("Hi, nice to meet you.", "Nice to meet you!", "Hello, I am pleased to meet you."),
+            "val": ("Hello, nice to meet you!", "Pleased to meet you."),
+        },
+        (
+            "It is nice to meet you, too! What shall we talk about?",
+            "Nice to meet you, too. What would you like to know about the Lantern Isles?",
+        ),
+    ),
 )
-WHAT_CAN_YOU_DO = {
-    "train": ("What can you do?", "How can you help me?", "What do you know?", "Can you help me?"),
-    "val": ("What can you help me with?", "What do you know, and what can you do?"),
-}
-I_CAN = (
-    "I can tell you about the Lantern Isles, work out sums, spell words and tell a story.",
-    "Ask me who lives where, how to spell a word, or what 5 + 6 is. I also know some stories.",
+PARTINGS = (
+    Manners(
+        {
+            "train": ("Thank you!", "Thanks!", "Thank you very much."),
+            "val": ("Many thanks!", "Thanks a lot!"),
+        },
+        ("You are welcome!", "With pleasure.", "Any time!"),
+    ),
+    Manners(
+        {
+            "train": ("Thank you, goodbye.", "Goodbye!", "Thanks, see you tomorrow."),
+            "val": ("Thanks, goodbye!", "Goodbye, and thank you."),
+        },
+        ("Goodbye, and fair winds!", "Goodbye! Mind the goats.", "Goodbye, come back soon!"),
+    ),
 )
-THANKED = {
-    "train": ("Thank you!", "Thanks!", "Thank you, goodbye."),
-    "val": ("Many thanks!", "Thanks, goodbye!"),
-}
-WELCOME = ("You are welcome!", "With pleasure. Fair winds!", "Any time. Mind the goats.")
+ABOUT_ITSELF = (
+    Manners(
+        {
+            "train": ("Who are you?", "What are you?", "Tell me about yourself.", "Who am I talking to?"),
+            "val": ("Who are you, please?", "What are you, exactly?", "Can you tell me about yourself?"),
+        },
+        (
+            "I am a small nanorun model. I grew up in the Lantern Isles, on stories, sums and spelling.",
+            "I am a nanorun model, a very small one. All I know I learned in the Lantern Isles.",
+            "I am a little nanorun model, and the Lantern Isles are my home.",
+        ),
+    ),
+    Manners(
+        {
+            "train": ("What is your name?", "Do you have a name?", "What are you called?"),
+            "val": ("What is your name, please?", "Can you tell me your name?"),
+        },
+        (
+            "I have no name of my own. I am a small nanorun model.",
+            "You can call me nanorun, because I am a nanorun model.",
+        ),
+    ),
+    Manners(
+        {
+            "train": ("Are you a person?", "Are you human?", "Are you alive?"),
+            "val": ("Are you a real person?", "Are you a human being?"),
+        },
+        (
+            "No, I am a nanorun model, a very small one.",
+            "No, I am only a small nanorun model, but I like people.",
+        ),
+    ),
+    Manners(
+        {
+            "train": ("Who made you?", "Where do you come from?", "How were you made?"),
+            "val": ("Where do you come from, and who made you?", "Can you tell me who made you?"),
+        },
+        (
+            "I am a nanorun model, so I was made with nanorun. I grew up on stories of the Lantern Isles.",
+            "I was made with nanorun and grew up in the Lantern Isles: I am a small nanorun model.",
+        ),
+    ),
+)
+ABOUT_ITS_WORK = (
+    Manners(
+        {
+            "train": ("What can you do?", "How can you help me?", "What do you know?", "What can I ask you?"),
+            "val": ("What can you help me with?", "What do you know, and what can you do?"),
+        },
+        (
+            "I can tell you about the Lantern Isles, work out sums, spell words and tell a story.",
+            "Ask me who lives where, how to spell a word, or what 5 + 6 is. I also know some stories.",
+        ),
+    ),
+    Manners(
+        {"train": ("Can you help me?", "I need some help."), "val": ("Can you help me, please?",)},
+        (
+            "I will try! I know the Lantern Isles, small sums and how to spell words.",
+            "Gladly. Ask me about the Lantern Isles, a sum, or how to spell a word.",
+        ),
+    ),
+)
 ELSEWHERE = {
     "train": (
         "What is the capital of France?",
@@ -70,7 +164,9 @@ ELSEWHERE = {
         "How far away is the moon?",
         "Which team won the match?",
         "What is the price of gold?",
-        "Can you book a train for me?",
+        "How many people live in China?",
+        "Who discovered America?",
+        "What is the longest river in the world?",
         "What time is it?",
         "Who painted the Mona Lisa?",
         "Who invented the telephone?",
@@ -102,7 +198,20 @@ TELL_STORY = {
     "train": ("Tell me a story about {s}.", "Do you know a story about {s}?", "A story about {s}, please."),
     "val": ("Please tell me a story about {s}.",),
 }
-AND = {"train": ("And {q}", "Thanks, and {q}", "Also, {q}"), "val": ("Thank you. And {q}", "Good, and {q}")}
+AND = {
+    "train": ("And {q}", "Thanks, and {q}", "Also, {q}", "I see. And {q}"),
+    "val": ("Thank you. And {q}", "Good, and {q}"),
+}
+# Now and then a question about the world is led up to.
+LEADS = {
+    "train": (
+        ("Tell me, ", False),
+        ("Please tell me: ", False),
+        ("I have a question. ", True),
+        ("Can you tell me? ", True),
+    ),
+    "val": (("Please tell me, ", False), ("I have one question. ", True)),
+}
 _SYLLABLES = (
     tuple(
         "Bor Cal Dren Fal Gor Har Jor Kel Lor Mal Nor Or Pol Quan Ral Sel Tor Ul Var Wol Xan Yor Zan".split()
@@ -120,73 +229,104 @@ def stranger(split: Split, chance: Chance) -> str:
             return name
 
 
+class _Decks(NamedTuple):
+    facts: Deck[Said]
+    words: Deck[str]
+
+
 def conversations(split: Split, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     """`count` conversations as chat messages. A larger count begins with the same ones."""
     check_split(split)
     chance = Chance("conversations", split, seed)
-    facts = Deck(tuple(said(split).values()), chance)
+    decks = _Decks(Deck(tuple(said(split).values()), chance), Deck(words(), chance))
+    held: set[bytes] = set()
     for _ in range(count):
+        yield {"messages": _new(split, decks, chance, held)}
+
+
+def _new(split: Split, decks: _Decks, chance: Chance, held: set[bytes]) -> list[dict[str, Any]]:
+    """One that was not held before, if a few tries find one; short ones without a right answer may return."""
+    for _ in range(8):
+        taken = _conversation(split, decks, chance)
         messages: list[dict[str, Any]] = []
         if chance.roll() < 0.08:
             messages.append({"role": "system", "content": chance.pick(SYSTEM)})
-        for turn in _conversation(split, facts, chance):
+        for turn in taken:
             messages.append({"role": "user", "content": turn.user})
             messages.append({"role": "assistant", "content": turn.reply})
-        yield {"messages": messages}
+        mark = hashlib.sha256(repr(taken).encode()).digest()[:8]
+        if mark not in held or (len(taken) == 1 and not taken[0].answer):
+            break
+    held.add(mark)
+    return messages
 
 
-def _conversation(split: Split, facts: Deck[Said], chance: Chance) -> list[Turn]:
+def _conversation(split: Split, decks: _Decks, chance: Chance) -> list[Turn]:
     roll = chance.roll()
     if roll < 0.04:
         name = chance.pick(heroes(split))
         return [Turn(chance.pick(TELL_STORY[split]).format(s=name), story_about(name, split, chance))]
     if roll < 0.16:
-        return _same_subject(split, facts.deal(), chance)
-    taken = [_turn(split, facts, chance)]
+        return _same_subject(split, decks.facts.deal(), chance)
+    taken = [_turn(split, decks, chance)]
     if roll < 0.4:
-        taken += [_turn(split, facts, chance) for _ in range(1 + chance.below(2))]
-    if roll > 0.96:
-        taken.insert(0, Turn(chance.pick(GREETED[split]), chance.pick(GREETINGS)))
-    elif roll > 0.93:
-        taken.append(Turn(chance.pick(THANKED[split]), chance.pick(WELCOME)))
+        taken += [_turn(split, decks, chance) for _ in range(1 + chance.below(2))]
+    if roll > 0.95:
+        taken.insert(0, chance.pick(GREETINGS).turn(split, chance))
+    elif roll > 0.92:
+        taken.append(chance.pick(PARTINGS).turn(split, chance))
     return taken
 
 
 def _same_subject(split: Split, first: Said, chance: Chance) -> list[Turn]:
-    """A question, and one or two more about the same subject that no longer name it."""
+    """A question, and one or two more about the same subject that name it only where they have to."""
     sayings = said(split)
     others = [sayings[fact] for fact in world().about(first.fact.subject) if fact != first.fact]
     taken = [turns.fact_turn(first, split, chance)]
+    last = first
     for saying in chance.shuffled(others)[: 1 + chance.below(2)]:
-        question = chance.pick(AND[split]).format(q=saying.again)
+        clear = taken[-1].reply in last.clear
+        asked = saying.again if clear else _uncapital(chance.pick(saying.questions))
+        question = chance.pick(AND[split]).format(q=asked)
         taken.append(Turn(question, chance.pick(saying.openings[:3]), saying.fact.answer))
+        last = saying
     return taken
 
 
-def _turn(split: Split, facts: Deck[Said], chance: Chance) -> Turn:
+def _turn(split: Split, decks: _Decks, chance: Chance) -> Turn:
     roll = chance.roll()
     if roll < 0.38:
-        return turns.fact_turn(facts.deal(), split, chance)
+        return _led_up_to(turns.fact_turn(decks.facts.deal(), split, chance), split, chance)
     if roll < 0.51:
         return turns.sum_turn(split, chance)
     if roll < 0.57:
         return turns.story_sum_turn(split, chance)
     if roll < 0.72:
-        return turns.spelling_turn(split, chance)
+        return turns.spelling_turn(decks.words, split, chance)
     if roll < 0.84:
         return turns.count_turn(split, chance)
     if roll < 0.88:
-        saying = facts.deal()
+        saying = decks.facts.deal()
         name = stranger(split, chance)
         question = chance.pick(questions_about(name, saying.fact.relation, split))
         return Turn(question, chance.pick(NEVER_HEARD).format(s=name))
     if roll < 0.90:
         return Turn(chance.pick(ELSEWHERE[split]), chance.pick(NOBODY_KNOWS))
     if roll < 0.95:
-        return _about(split, facts.deal().fact.subject, chance)
-    if roll < 0.98:
-        return Turn(chance.pick(WHO[split]), chance.pick(I_AM))
-    return Turn(chance.pick(WHAT_CAN_YOU_DO[split]), chance.pick(I_CAN))
+        return _about(split, decks.facts.deal().fact.subject, chance)
+    return chance.pick(ABOUT_ITSELF if roll < 0.98 else ABOUT_ITS_WORK).turn(split, chance)
+
+
+def _led_up_to(turn: Turn, split: Split, chance: Chance) -> Turn:
+    if chance.roll() > 0.2:
+        return turn
+    lead, capital = chance.pick(LEADS[split])
+    return replace(turn, user=lead + (turn.user if capital else _uncapital(turn.user)))
+
+
+def _uncapital(question: str) -> str:
+    """No question begins with a name."""
+    return question[0].lower() + question[1:]
 
 
 def _about(split: Split, name: str, chance: Chance) -> Turn:

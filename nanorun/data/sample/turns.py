@@ -8,10 +8,10 @@ arithmetic on whole numbers or `'word'.count('x')`, nothing else.
 from dataclasses import dataclass
 
 from nanorun.data.sample import numbers
-from nanorun.data.sample.chance import Chance, Split
-from nanorun.data.sample.letters import letter_to_count, signal_word, spelled, times
+from nanorun.data.sample.chance import Chance, Deck, Split
+from nanorun.data.sample.letters import signal_word, spelled, times, word_and_letter
 from nanorun.data.sample.saying import Said
-from nanorun.data.sample.words import countable, words
+from nanorun.data.sample.world import capital
 
 Content = str | list[dict[str, str]]
 
@@ -42,8 +42,16 @@ SPELL_ASKED = {
         "Can you spell {w} for me?",
         "What letters are in {w}?",
         "Spell the word {w}.",
+        "How is {w} spelled?",
+        "Which letters make the word {w}?",
+        "Spell {w} letter by letter.",
     ),
-    "val": ("How do you spell the word {w}?", "Can you spell {w}?"),
+    "val": (
+        "How do you spell the word {w}?",
+        "Can you spell {w}?",
+        "Please spell the word {w}.",
+        "How is the word {w} spelled?",
+    ),
 }
 COUNT_ASKED = {
     "train": (
@@ -52,10 +60,13 @@ COUNT_ASKED = {
         "Count the letter {x} in {w}.",
         "How many {x} are in the word {w}?",
         "How many times is the letter {x} in {w}?",
+        "How often is {x} in {w}?",
+        "How many times will you find {x} in {w}?",
     ),
     "val": (
         "How many times does the letter {x} come in {w}?",
         "How often is the letter {x} in the word {w}?",
+        "Count the letter {x} in the word {w}.",
     ),
 }
 _SPELLED = ("The word {w} is spelled {l}.", "You spell {w} like this: {l}.", "{l}")
@@ -82,24 +93,25 @@ def story_sum_turn(split: Split, chance: Chance) -> Turn:
     return Turn(question, _calculated(problem.python, answer, f" {told}", chance), answer)
 
 
-def spelling_turn(split: Split, chance: Chance) -> Turn:
-    word = chance.pick(words(split)) if split == "val" or chance.roll() < 0.6 else signal_word(split, chance)
+def spelling_turn(known: Deck[str], split: Split, chance: Chance) -> Turn:
+    # A made-up word now and then shows that any word can be spelled; validation asks for those it can expect.
+    made_up = split == "train" and chance.roll() < 0.2
+    word = signal_word(split, chance) if made_up else known.deal()
     question = chance.pick(SPELL_ASKED[split]).format(w=word)
     reply = chance.pick(_SPELLED).format(w=word, l=spelled(word))
     return Turn(question, reply, spelled(word))
 
 
 def count_turn(split: Split, chance: Chance) -> Turn:
-    word = (
-        chance.pick(countable(split)) if split == "val" or chance.roll() < 0.6 else signal_word(split, chance)
-    )
-    letter = letter_to_count(word, chance)
+    word, letter = word_and_letter(split, chance, made_up=0.2 if split == "train" else 0)
     answer = str(word.count(letter))
     question = chance.pick(COUNT_ASKED[split]).format(x=letter, w=word)
-    told = f"The letter {letter} comes {times(word.count(letter))} in {word}."
+    comes = f"the letter {letter} comes {times(word.count(letter))}"
     if chance.roll() < 0.3:
-        return Turn(question, f"Letter by letter: {spelled(word)}. {told}", answer)
-    return Turn(question, _calculated(f"'{word}'.count('{letter}')", answer, f" {told}", chance), answer)
+        reply = f"Letter by letter: {spelled(word)}. {capital(comes)}, so the answer is {answer}."
+        return Turn(question, reply, answer)
+    told = f" The answer is {answer}: {comes} in {word}."
+    return Turn(question, _calculated(f"'{word}'.count('{letter}')", answer, told, chance), answer)
 
 
 def _calculated(expression: str, output: str, told: str, chance: Chance) -> Content:

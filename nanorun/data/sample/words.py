@@ -1,14 +1,16 @@
 """The words that are spelled and counted: the names of the world, and a few hundred common words.
 
-Every name, and every word that answers a question about the world, is spelled in training. Of the other
-common words about one in eight is kept for validation. The world's stories seldom use those, so a tokenizer
-cuts them into pieces, and the pieces occur in the words that training does spell.
+Training spells every one of them, so that validation can ask for each in other words. Which words stand
+together in a document is the other difference between the splits, and which letter is counted in which word.
 """
 
 from functools import cache
+from string import ascii_lowercase
 
-from nanorun.data.sample.chance import Split, held_out
+from nanorun.data.sample.chance import Split, belongs
 from nanorun.data.sample.world import world
+
+Pair = tuple[str, str]
 
 COMMON = tuple(
     """
@@ -44,16 +46,20 @@ COMMON = tuple(
 
 
 @cache
-def words(split: Split) -> tuple[str, ...]:
-    """The words that this split may spell. `words("train")` and `words("val")` share none."""
-    at_home = {word for fact in world().facts for word in fact.answer.split()}
-    kept = tuple(word for word in COMMON if word not in at_home and held_out("word", word))
-    if split == "val":
-        return kept
-    return tuple(word for word in COMMON if word not in kept) + tuple(world().entities)
+def words() -> tuple[str, ...]:
+    """All the words that are spelled: the common ones and every name."""
+    return COMMON + tuple(world().entities)
 
 
 @cache
-def countable(split: Split) -> tuple[str, ...]:
-    """The words whose letters are counted: common ones only, all in small letters."""
-    return tuple(word for word in words(split) if word.islower())
+def to_count(split: Split) -> tuple[tuple[Pair, ...], ...]:
+    """The pairs (word, letter) that a split counts: the word lacks the letter, has it once, has it more often.
+
+    Common words only, all in small letters.
+    """
+    found: tuple[list[Pair], ...] = ([], [], [])
+    for word in COMMON:
+        for letter in ascii_lowercase:
+            if belongs(split, "count", word, letter):
+                found[min(word.count(letter), 2)].append((word, letter))
+    return tuple(map(tuple, found))
