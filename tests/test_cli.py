@@ -116,14 +116,15 @@ VERBS = [
     "",
     "speedrun",
     "doctor",
+    "plan",
     "data",
     "data add",
     "data get",
     "data ls",
     "data tokenize",
     "tok train",
-    "tok eval",
 ]
+VERBS += ["tok eval", "train base", "bench train"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

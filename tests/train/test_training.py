@@ -1,0 +1,283 @@
+"""A run loses nothing: killed anywhere, it ends with the very weights of a run that nobody touched."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_model
+from nanorun.data.get import make_sample
+from nanorun.data.vocabulary import train_on
+from nanorun.errors import UserError
+from nanorun.runs import read_metrics
+from nanorun.text.store import open_tokenizer
+from nanorun.train import base, checkpoint, loop
+from nanorun.train.base import Options, train_base
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a small sample world and its tokenizer, made once."""
+    home = tmp_path_factory.mktemp("home")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("NANORUN_HOME", str(home))
+    dataset = make_sample(60_000)
+    train_on(dataset, 300, name="sample", max_bytes=10**6)
+    patch.undo()
+    return home
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch, world: Path) -> None:
+    """Sums in one order, here and in child processes, and no fight for the cores."""
+    monkeypatch.setenv("NANORUN_HOME", str(world))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(steps: int = 12, **changes) -> Config:
+    model = scale_model(2, 300, context=64, dim=32, heads=2, kv_heads=1)
+    optim = replace(OptimConfig(), warmup_steps=3)
+    train = TrainConfig(
+        steps=steps, batch_tokens=512, eval_every=6, eval_tokens=2048, save_every=3, **changes
+    )
+    return Config(model, optim, train, "sample", "sample")
+
+
+def final_weights(home: Path, name: str) -> dict[str, torch.Tensor]:
+    newest = max((home / "runs" / name / "checkpoints").glob("0*"))
+    return load_file(newest / "model.safetensors")
+
+
+def command(home: Path, name: str, config: Config) -> tuple[list[str], dict[str, str]]:
+    path = home / f"{name}.json"
+    path.write_text(json.dumps(config.to_dict()))
+    args = [sys.executable, "-m", "nanorun", "train", "base", "--config", str(path), "--name", name, "--json"]
+    return args, {**os.environ, "NANORUN_HOME": str(home), "PYTHONPATH": str(ROOT)}
+
+
+GOLDEN = [5.7032, 5.6799, 5.5838, 5.3493, 5.4945, 5.0118]
+
+
+def test_the_first_losses_of_a_tiny_fixed_run_are_golden(world):
+    """A refactor reproduces these digit for digit on one machine; another CPU's rounding moves the third digit,
+    since Adam makes full steps of gradients that are all but zero at first. A change of the recipe is meant to."""
+    train_base(tiny(6), Options(name="golden", fresh=True, samples=1))
+    steps = [r for r in read_metrics(world / "runs" / "golden") if r["kind"] == "step"]
+    assert [round(r["loss"], 4) for r in steps] == pytest.approx(GOLDEN, abs=5e-3)
+
+
+def test_a_run_leaves_its_config_metrics_summary_samples_and_plot(world):
+    summary = train_base(tiny(), Options(name="whole", fresh=True, samples=2))
+    folder = world / "runs" / "whole"
+    assert Config.from_dict(json.loads((folder / "config.json").read_text())) == tiny()
+    records = list(read_metrics(folder))
+    assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, 13))
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [6, 12]
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert summary["val_bpb"] < 6
+    assert len(summary["samples"]) == 2
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert checkpoint.steps(folder / "checkpoints") == [9, 12], "pruned to the newest two"
+
+
+def test_a_finished_run_is_not_done_again_and_another_config_is_refused(world):
+    train_base(tiny(), Options(name="done", fresh=True, samples=1))
+    before = (world / "runs" / "done" / "metrics.jsonl").read_bytes()
+    train_base(tiny(), Options(name="done", samples=1))
+    assert (world / "runs" / "done" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="seed"):
+        train_base(tiny(seed=5), Options(name="done"))
+
+
+def test_how_a_step_is_cut_up_changes_only_rounding(world):
+    losses = []
+    for rows in (8, 4, 1):
+        train_base(tiny(4), Options(name=f"rows{rows}", fresh=True, device_batch=rows, samples=1))
+        records = read_metrics(world / "runs" / f"rows{rows}")
+        losses.append([r["loss"] for r in records if r["kind"] == "step"])
+    assert losses[1][:3] == pytest.approx(losses[0][:3], rel=1e-4)
+    assert losses[2][:3] == pytest.approx(losses[0][:3], rel=1e-4)
+
+
+def logged_steps(home: Path, name: str) -> list[int]:
+    folder = home / "runs" / name
+    return [r["step"] for r in read_metrics(folder) if r["kind"] == "step"] if folder.exists() else []
+
+
+def test_killed_at_ten_random_moments_it_ends_with_bit_identical_weights(world):
+    config = tiny(200)
+    args, env = command(world, "untouched", config)
+    subprocess.run(args, env=env, check=True, capture_output=True, timeout=240)
+    args, env = command(world, "killed", config)
+    dice = random.Random(11)
+    for kill in range(10):
+        child = subprocess.Popen(args, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        goal = 15 * kill + dice.randrange(6, 20)  # saving every third step, it is often inside a save
+        until = time.monotonic() + 60
+        while max(logged_steps(world, "killed"), default=0) < goal and time.monotonic() < until:
+            time.sleep(0.005)
+        time.sleep(dice.uniform(0, 0.05))
+        assert child.poll() is None, "it must still have been running"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    subprocess.run(args, env=env, check=True, capture_output=True, timeout=240)
+    one, other = final_weights(world, "untouched"), final_weights(world, "killed")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert logged_steps(world, "killed") == list(range(1, 201)), "each step is logged once"
+    losses = [
+        [r["loss"] for r in read_metrics(world / "runs" / name) if r["kind"] == "step"]
+        for name in ("untouched", "killed")
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(world, which):
+    name = f"signal-{which.name.lower()}"
+    config = tiny(400)
+    args, env = command(world, name, config)
+    child = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = world / "runs" / name / "metrics.jsonl"
+    until = time.monotonic() + 60
+    while (not metrics.exists() or metrics.stat().st_size < 2000) and time.monotonic() < until:
+        time.sleep(0.05)
+    child.send_signal(which)
+    _, errors = child.communicate(timeout=60)
+    assert "goes on from there" in errors
+    assert "Traceback" not in errors
+    saved = checkpoint.steps(world / "runs" / name / "checkpoints")[-1]
+    steps = [r["step"] for r in read_metrics(world / "runs" / name) if r["kind"] == "step"]
+    assert steps[-1] == saved, "nothing that was trained is lost"
+    assert 0 < saved < 400
+
+
+def test_a_truncated_newest_checkpoint_is_passed_over_with_a_word(world, capsys):
+    config = tiny()
+    train_base(config, Options(name="straight", fresh=True, samples=1))
+    train_base(config, Options(name="broken", fresh=True, samples=1))
+    newest = max((world / "runs" / "broken" / "checkpoints").glob("0*")) / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-10])
+    (world / "runs" / "broken" / "summary.json").unlink()
+    train_base(config, Options(name="broken", samples=1))
+    said = capsys.readouterr().err
+    assert "000012 is damaged" in said
+    assert "from step 9" in said
+    one, other = final_weights(world, "straight"), final_weights(world, "broken")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(world, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    try:
+        for part in ("data", "tokenizers"):
+            (disk / part).symlink_to(world / part)
+        config = tiny(30, keep_checkpoints=100)
+        args, env = command(tmp_path, "full", config)
+        done = subprocess.run(
+            args, env={**env, "NANORUN_HOME": str(disk)}, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "full" in done.stderr or "space" in done.stderr or "room" in done.stderr
+        found = checkpoint.load_newest(disk / "runs" / "full" / "checkpoints")
+        assert found is not None
+        assert found.step >= 3
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+class Spike:
+    """The model, but its loss is not a number at the steps named (counted in calls)."""
+
+    def __init__(self, forward, bad: set[int]) -> None:
+        self.forward, self.bad, self.calls = forward, bad, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        loss = self.forward(*args)
+        return loss * float("nan") if self.calls in self.bad else loss
+
+
+def assembled(config: Config, name: str) -> loop.Training:
+    from nanorun.runs import Run
+
+    run = Run.open(name, config.to_dict(), fresh=True)
+    return base.assemble(config, run, Options(device_batch=8), None)
+
+
+def test_a_step_that_is_not_a_number_is_skipped_and_counted(world):
+    t = assembled(tiny(), "skipping")
+    t.forward = Spike(t.forward, {4})
+    before = None
+    with t.loader, t.run:
+        for step in range(1, 6):
+            if step == 4:
+                before = [p.detach().clone() for p in t.model.parameters()]
+            done = loop.train_step(t)
+            assert done.verdict == ("skip" if step == 4 else "ok")
+            if step == 4:
+                assert all(torch.equal(p, q) for p, q in zip(t.model.parameters(), before, strict=True))
+    assert t.guard.skips == 1
+
+
+def test_repeated_bad_steps_roll_back_and_the_run_still_ends_well(world, capsys):
+    t = assembled(tiny(20), "rolling")
+    t.forward = Spike(t.forward, {8, 9, 10})
+    with t.loader, t.run:
+        assert loop.train(t) is True
+    assert "back to the weights of step" in capsys.readouterr().err
+    assert all(torch.isfinite(w).all() for w in final_weights(world, "rolling").values())
+
+
+def test_weights_that_are_not_numbers_are_never_saved(world, capsys):
+    t = assembled(tiny(), "poisoned")
+    with t.loader, t.run:
+        loop.train_step(t)
+        with torch.no_grad():
+            t.model.embed.weight[0, 0] = float("nan")
+        loop.save(t)
+    assert "not saved" in capsys.readouterr().err
+    assert checkpoint.steps(world / "runs" / "poisoned" / "checkpoints") == []
+
+
+def test_a_horizon_is_one_of_four_and_sets_the_steps():
+    from nanorun.config import scale
+
+    by_steps = scale(4, 1000, horizon=Horizon(steps=77))
+    assert by_steps.train.steps == 77
+    tokens = scale(4, 1000, horizon=Horizon(tokens=10**8))
+    assert tokens.tokens == pytest.approx(10**8, rel=0.02)
+    flops = scale(4, 1000, horizon=Horizon(flops=1e15))
+    assert flops.tokens * flops.model.flops_per_token == pytest.approx(1e15, rel=0.05)
+    with pytest.raises(UserError, match="Give one of"):
+        Horizon(steps=1, tokens=1)
+    with pytest.raises(UserError, match="more than 0"):
+        Horizon(steps=0)
+
+
+def test_the_tokenizer_of_the_run_must_be_the_one_that_is_here(world):
+    config = tiny()
+    other = replace(config, model=replace(config.model, vocab_size=301))
+    assert open_tokenizer("sample").vocab_size == 300
+    with pytest.raises(UserError, match="300 tokens and the run 301"):
+        train_base(other, Options(name="mismatch", fresh=True))
