@@ -30,8 +30,11 @@ def main() -> None:
     console = Console(record=True, width=104, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Text("$ make speedrun", style="bold green"))
     for line in printed.splitlines():
-        if line.isupper() or line.startswith("HOW "):
+        if line.startswith(("FROM THE", "HOW ", "WHAT THE BASE")):
             console.print(Text(line, style="bold cyan"))
+        elif line.count("│") == 1:
+            prompt, told = line.split("│")
+            console.print(Text(prompt, style="bold green").append(told, style="not bold white"))
         elif "│" in line:
             tokens = Text()
             for i, piece in enumerate(line.split("│")):

@@ -132,6 +132,10 @@ def run_summary(summary: dict[str, Any]) -> str:
         rows.append(["skipped", f"{summary['skipped_steps']} steps"])
     if summary["mfu"]:
         rows.append(["MFU", f"{summary['mfu']:.1%}, {summary['peak_gib']:.1f} GiB at the peak"])
+    for row in summary["planned"]:
+        if row["planned"] and row["happened"]:
+            figures = f"{row['happened']:.4g} instead of {row['planned']:.4g} ({row['ratio']:.2f} times)"
+            rows.append([f"plan: {row['what']}", figures])
     samples = [f"  {s['prompt']}│{s['text']}" for s in summary["samples"]]
     return "\n".join([table(["run", summary["name"]], rows), "", "how it goes on after the bar:", *samples])
 

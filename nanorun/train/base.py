@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT, build
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
-from nanorun.runs import Run, read_metrics
+from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import checkpoint, loop
@@ -94,14 +94,40 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
             say(f"run '{name}' is finished already ({found.step} steps); --fresh starts it anew")
             summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
             return summary
-        training = assemble(config, run, options, found)
-        with training.loader:
-            finished = loop.train(training)
-            if training.tracker is not None:
-                training.tracker.close()
+        planned = plan.plan_record(plan.make_plan(config, device_batch=options.device_batch))
+        write_json(run.folder / "plan.json", planned)
+        training, finished = train_within_memory(config, run, options, found)
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
-        return finish(training, options)
+        return finish(training, options, planned)
+
+
+def train_within_memory(
+    config: Config, run: Run, options: Options, found: checkpoint.Checkpoint | None
+) -> tuple[loop.Training, bool]:
+    """Trains; when the device runs out of memory, again from the last checkpoint with half the micro-batch."""
+    while True:
+        training = assemble(config, run, options, found)
+        rows = training.loader.rows
+        try:
+            with training.loader:
+                finished = loop.train(training)
+        except torch.OutOfMemoryError as error:
+            if rows == 1:
+                raise UserError(
+                    "The device runs out of memory with one row at a time: choose a smaller --depth or --context, or "
+                    "--recompute."
+                ) from error
+        else:
+            if training.tracker is not None:
+                training.tracker.close()
+            return training, finished
+        del training
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        say(f"out of memory with micro-batches of {rows} rows; going on with {rows // 2}")
+        options = replace(options, device_batch=rows // 2)
+        found = checkpoint.load_newest(run.checkpoints)
 
 
 class Interrupted(UserError):
@@ -225,7 +251,7 @@ def evaluator(
     return evaluate
 
 
-def finish(t: loop.Training, options: Options) -> dict[str, Any]:
+def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[str, Any]:
     """The summary, the samples and the plot of a run that reached its end."""
     from nanorun.report.plots import plot_loss
 
@@ -238,7 +264,7 @@ def finish(t: loop.Training, options: Options) -> dict[str, Any]:
         t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
     )
     model = t.config.model
-    summary = {
+    summary: dict[str, Any] = {
         "name": t.run.name,
         "kind": "base",
         "depth": model.depth,
@@ -259,6 +285,7 @@ def finish(t: loop.Training, options: Options) -> dict[str, Any]:
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "samples": samples,
     }
+    summary["planned"] = plan.compare_with_plan(planned, summary)
     t.run.write_summary(summary)
     plot_loss([(t.run.name, records)], t.run.folder / "loss.png")
     return summary

@@ -260,6 +260,28 @@ def test_weights_that_are_not_numbers_are_never_saved(world, capsys):
     assert checkpoint.steps(world / "runs" / "poisoned" / "checkpoints") == []
 
 
+def test_out_of_memory_halves_the_micro_batch_and_goes_on(world, monkeypatch, capsys):
+    straight = train_base(tiny(), Options(name="roomy", fresh=True, device_batch=2, samples=1))
+    to_device = loop.to_device
+
+    def small_device(batch, t):
+        if batch.inputs.size(0) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return to_device(batch, t)
+
+    monkeypatch.setattr(loop, "to_device", small_device)
+    summary = train_base(tiny(), Options(name="narrow", fresh=True, samples=1))
+    assert "going on with 2" in capsys.readouterr().err
+    assert summary["val_bpb"] == straight["val_bpb"]
+
+    def no_device(batch, t):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop, "to_device", no_device)
+    with pytest.raises(UserError, match="one row at a time"):
+        train_base(tiny(), Options(name="hopeless", fresh=True, samples=1))
+
+
 def test_a_horizon_is_one_of_four_and_sets_the_steps():
     from nanorun.config import scale
 
