@@ -63,18 +63,18 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
             raise taken
         work.mkdir()
         yield work
-        _sync_folder(work)
+        _sync_files(work)
         if final.exists() and not replace:  # another process was faster
             raise taken
         if final.exists():
             old = final.parent / f".{final.name}.old-{me}"
             final.rename(old)
             work.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
             shutil.rmtree(old)
         else:
             work.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
     except OSError as error:
         raise _explained(error, final) from error
     finally:
@@ -126,13 +126,14 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_files(folder: Path) -> None:
     """Files first, then the folder that names them, so that the rename publishes what is on disk."""
     for path in [*folder.iterdir(), folder]:
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -133,7 +133,7 @@ class Run:
             os.fsync(new.fileno())
         if removed:
             beside.replace(path)
-            _sync_path(path.parent)
+            home.sync(path.parent)
         else:
             beside.unlink()
         return removed
@@ -243,7 +243,7 @@ def write_json(path: Path, record: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    _sync_path(path.parent)
+    home.sync(path.parent)
 
 
 class _Lock:
@@ -400,11 +400,3 @@ def _cut_torn_line(path: Path) -> None:
             keep = start
         if keep < end:
             file.truncate(keep)
-
-
-def _sync_path(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

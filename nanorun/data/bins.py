@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nanorun import home
 from nanorun.console import Progress
-from nanorun.data.dataset import Dataset, Shard, Split, file_sha256, read_row_group
+from nanorun.data.dataset import Dataset, Shard, Split, read_row_group
 from nanorun.errors import UserError
 from nanorun.text.tokenizer import Tokenizer
 
@@ -98,17 +98,9 @@ class BinWriter:
         self._file.seek(0)
         self._file.write(header.tobytes())
         self.close()
-        path = self._path()
+        counts = {"tokens": self._tokens}
         self.shards.append(
-            Shard(
-                file=path.name,
-                split=self.split,
-                documents=self._documents,
-                text_bytes=self._text_bytes,
-                file_bytes=path.stat().st_size,
-                sha256=file_sha256(path),
-                tokens=self._tokens,
-            )
+            Shard.describe(self._path(), self.split, self._documents, self._text_bytes, **counts)
         )
         self.next_index += 1
         self._documents = self._tokens = self._text_bytes = 0

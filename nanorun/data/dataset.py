@@ -36,6 +36,12 @@ class Shard:
     row_groups: int = 0  # parquet
     tokens: int = 0  # bin
 
+    @staticmethod
+    def describe(path: Path, split: Split, documents: int, text_bytes: int | None, **counts: int) -> "Shard":
+        """A shard as it lies on the disk now."""
+        size, digest = path.stat().st_size, file_sha256(path)
+        return Shard(path.name, split, documents, text_bytes, size, digest, **counts)
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -212,17 +218,9 @@ class ParquetWriter:
     def _finish_shard(self) -> None:
         self._writer.close()
         self._writer = None
-        path = self._path()
+        counts = {"row_groups": self._row_groups}
         self.shards.append(
-            Shard(
-                file=path.name,
-                split=self.split,
-                documents=self._documents,
-                text_bytes=self._text_bytes,
-                file_bytes=path.stat().st_size,
-                sha256=file_sha256(path),
-                row_groups=self._row_groups,
-            )
+            Shard.describe(self._path(), self.split, self._documents, self._text_bytes, **counts)
         )
         self.next_index += 1
         self._documents = self._text_bytes = self._row_groups = 0

@@ -12,7 +12,7 @@ from nanorun.console import Progress, say
 from nanorun.data import hub, sample
 from nanorun.data.add import write_dataset
 from nanorun.data.bins import read_bin
-from nanorun.data.dataset import MANIFEST, Dataset, Shard, Split, dataset_names, file_sha256, open_dataset
+from nanorun.data.dataset import MANIFEST, Dataset, Shard, Split, dataset_names, open_dataset
 from nanorun.errors import UserError
 
 SAMPLE_BYTES = 8_000_000
@@ -104,17 +104,13 @@ def _describe_parquet(path: Path, split: Split) -> Shard:
             column = file.read_row_group(group, columns=["text"]).column(0)
             text_bytes += pyarrow.compute.sum(pyarrow.compute.binary_length(column)).as_py() or 0
         rows, groups = file.metadata.num_rows, file.num_row_groups
-    return Shard(
-        path.name, split, rows, text_bytes, path.stat().st_size, file_sha256(path), row_groups=groups
-    )
+    return Shard.describe(path, split, rows, text_bytes, row_groups=groups)
 
 
 def _describe_bin(path: Path, split: Split) -> Shard:
     tokens = read_bin(path)
     documents = int(np.count_nonzero(tokens == GPT2["bos"]))
-    return Shard(
-        path.name, split, documents, None, path.stat().st_size, file_sha256(path), tokens=len(tokens)
-    )
+    return Shard.describe(path, split, documents, None, tokens=len(tokens))
 
 
 def newest_text(name: str | None = None) -> Dataset:

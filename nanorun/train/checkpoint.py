@@ -116,7 +116,7 @@ def save(
                 STATE: _write(work / STATE, [text]),
             }
             _write(work / CHECKSUMS, [(json.dumps({"files": sums}, indent=1) + "\n").encode()])
-        _sync(folder)
+        home.sync(folder)
     return final
 
 
@@ -397,11 +397,3 @@ def _sweep(folder: Path, name: str = "") -> None:
             left.rename(real)  # killed between the two renames of a replacement
         else:
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

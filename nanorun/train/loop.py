@@ -47,7 +47,6 @@ class Training:
     step: int = 0  # updates done
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
-    best_bpb: float | None = None
     tracker: Tracker | None = None
 
     def log(self, record: dict[str, Any]) -> None:
@@ -102,24 +101,24 @@ def train(t: Training) -> bool:
     watch, last_save = SpeedWatch(), time.monotonic()
     total = train.steps * train.batch_tokens
     with StopSignals() as stop, Progress(f"training {t.run.name}", total, "tok", done=t.tokens) as bar:
+        if t.step and evaluation_due(t) and not evaluated(t):
+            log_evaluation(t)  # the last session was killed between saving and evaluating
         while t.step < train.steps and not stop.requested:
             step = train_step(t)
             t.log(step_record(t, step))
             bar.advance(step.tokens, note=f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
             if warning := watch.feed(step.tokens, step.seconds, step.waited):
-                say(warning)
+                bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
             if step.verdict == "rollback":
                 roll_back(t)
                 continue
-            done = t.step == train.steps
             minutes = (time.monotonic() - last_save) / 60
-            evaluate = done or (train.eval_every > 0 and t.step % train.eval_every == 0)
-            if evaluate or t.step % train.save_every == 0 or minutes >= train.save_minutes:
+            if evaluation_due(t) or t.step % train.save_every == 0 or minutes >= train.save_minutes:
                 save(t)
                 last_save = time.monotonic()
-            if evaluate:
+            if evaluation_due(t):
                 bar.note(f"validation {log_evaluation(t).bpb:.4f} bits per byte at step {t.step}")
         if t.step < train.steps:
             save(t)
@@ -160,9 +159,17 @@ def step_record(t: Training, step: Step) -> dict[str, Any]:
     }
 
 
+def evaluation_due(t: Training) -> bool:
+    every = t.config.train.eval_every
+    return t.step == t.config.train.steps or (every > 0 and t.step % every == 0)
+
+
+def evaluated(t: Training) -> bool:
+    return any(r["kind"] == "eval" and r["step"] == t.step for r in t.run.read_metrics())
+
+
 def log_evaluation(t: Training) -> BpbResult:
     result = t.evaluate()
-    t.best_bpb = min(result.bpb, t.best_bpb or result.bpb)
     record = {"kind": "eval", "step": t.step, "tokens": t.tokens, "seconds": round(t.seconds, 4)}
     t.log({**record, "val_bpb": result.bpb, "val_loss": result.loss, "val_tokens": result.tokens})
     return result
@@ -173,7 +180,6 @@ def save(t: Training) -> None:
         "step": t.step,
         "tokens": t.tokens,
         "seconds": t.seconds,
-        "best_bpb": t.best_bpb,
         "rows": t.loader.rows,
         "loader": t.loader.state(),
         "guard": t.guard.state_dict(),
@@ -196,7 +202,6 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     load_weights(t, found)
     checkpoint.restore_rng({n[4:]: s for n, s in found.optimizer.items() if n.startswith("rng.")})
     t.tokens, t.seconds = found.state["tokens"], found.state["seconds"]
-    t.best_bpb = found.state["best_bpb"]
     t.guard.load_state_dict(found.state["guard"])
 
 

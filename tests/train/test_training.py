@@ -182,6 +182,18 @@ def test_a_truncated_newest_checkpoint_is_passed_over_with_a_word(world, capsys)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_killed_between_saving_and_evaluating_it_evaluates_when_it_goes_on(world):
+    whole = train_base(tiny(), Options(name="unjudged", fresh=True, samples=1))
+    folder = world / "runs" / "unjudged"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["kind"] == "eval"
+    (folder / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    (folder / "summary.json").unlink()
+    again = train_base(tiny(), Options(name="unjudged", samples=1))
+    assert again["val_bpb"] == whole["val_bpb"]
+    assert [r["step"] for r in read_metrics(folder) if r["kind"] == "eval"] == [6, 12]
+
+
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(world, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
