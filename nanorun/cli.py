@@ -30,7 +30,9 @@ data_app = typer.Typer(help="Text to train on: get it, add your own, see what is
 tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
 train_app = typer.Typer(help="Training: the base model.", no_args_is_help=True)
 bench_app = typer.Typer(help="Speed on this machine: training.", no_args_is_help=True)
+eval_app = typer.Typer(help="How good a model is: bits per byte.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
+app.add_typer(eval_app, name="eval")
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(tok_app, name="tok")
@@ -317,6 +319,23 @@ def train_base(
     )
     summary = base.train_base(config, options)
     _show(summary, as_json, tables.run_summary(summary))
+
+
+@eval_app.command("bpb", epilog=_example("nanorun eval bpb --model base-d12 --json"))
+def eval_bpb(
+    model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Whose validation text (default: what it was trained on).")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most (default: all).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Bits per byte of validation text: lower is better, and comparable between tokenizers."""
+    from nanorun.evals.run import evaluate_run
+
+    result = evaluate_run(model, data, max_tokens)
+    text = f"{result['bpb']:.4f} bits per byte, loss {result['loss']:.4f}, on {result['tokens']:,} tokens"
+    _show(result, as_json, f"{text} of '{result['data']}' ({result['model']}, step {result['step']})")
 
 
 @bench_app.command("train", epilog=_example("nanorun bench train --depth 12 --json"))

@@ -70,6 +70,8 @@ def test_speedrun_builds_everything_once_and_shows_it(home, quick):
     stamps = [(home / name).stat().st_mtime_ns for name in made]
     again = last_json(nanorun(home, "speedrun", "--json"))
     assert [stage["did"] for stage in again["stages"]] == ["nothing, it is done"] * 3
+    judged = last_json(nanorun(home, "eval", "bpb", "--max-tokens", "150000", "--json"))
+    assert judged["bpb"] == pytest.approx(again["base"]["val_bpb"], rel=1e-6)
     assert [(home / name).stat().st_mtime_ns for name in made] == stamps
 
 
@@ -124,7 +126,7 @@ VERBS = [
     "data tokenize",
     "tok train",
 ]
-VERBS += ["tok eval", "train base", "bench train"]
+VERBS += ["tok eval", "train base", "eval bpb", "bench train"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -152,6 +154,11 @@ def test_without_a_verb_the_help_is_shown(home):
         (["data", "tokenize"], "There is no data"),
         (["tok", "train"], "There is no data"),
         (["tok", "eval"], "There is no tokenizer"),
+        (["eval", "bpb"], "There is no trained model"),
+        (["plan", "--gpu", "abacus"], "abacus"),
+        (["plan", "--steps", "5", "--ratio", "3"], "Give one of --ratio, --steps"),
+        (["train", "base"], "There is no data"),
+        (["train", "base", "--config", "LICENSE"], "is not JSON"),
         (["tok", "eval", "--tokenizer", "none"], "There is no tokenizer 'none'"),
     ],
 )

@@ -180,7 +180,7 @@ def assemble(
         forward,
         optimizer,
         loader,
-        evaluator(config, dataset, tokenizer, forward, device, rows),
+        evaluator(config, dataset, tokenizer, forward, device, rows, config.train.eval_tokens),
         device,
         micro_steps=per_step // rows,
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
@@ -232,11 +232,13 @@ def evaluator(
     forward: Callable[..., Tensor],
     device: torch.device,
     rows: int,
+    max_tokens: int | None,
 ) -> Callable[[], BpbResult]:
-    """Bits per byte over the validation text, from its start, as much of it as the configuration says."""
+    """Bits per byte over the validation text, from its start, at most so many tokens of it."""
     source = open_source(dataset, "val", tokenizer)
-    sizes = torch.from_numpy(tokenizer.token_bytes(config.model.padded_vocab)).to(device)
-    batches = max(config.train.eval_tokens // (rows * config.model.context), 1)
+    where = device if device.type != "mps" else torch.device("cpu")  # sums are in float64, which MPS has not
+    sizes = torch.from_numpy(tokenizer.token_bytes(config.model.padded_vocab)).to(where)
+    batches = max(max_tokens // (rows * config.model.context), 1) if max_tokens is not None else None
 
     @torch.no_grad()
     def losses(batch: Batch) -> Tensor:

@@ -1,0 +1,59 @@
+"""`eval bpb`: a trained model on validation text, the whole of it, the model's own or another dataset's."""
+
+from typing import Any
+
+import torch
+
+from nanorun import hardware
+from nanorun.bench.record import record
+from nanorun.config import Config
+from nanorun.data.dataset import open_dataset
+from nanorun.errors import UserError
+from nanorun.model.attention import choose_backends
+from nanorun.model.gpt import GPT
+from nanorun.runs import newest_run, read_config
+from nanorun.text.store import open_tokenizer
+from nanorun.train import checkpoint
+from nanorun.train.base import compute_dtype, evaluator, fitting_rows
+
+
+def load_model(name: str | None = None) -> tuple[str, int, Config, GPT]:
+    """A run's newest weights on this machine's device: its name, the step, its configuration, the model."""
+    from nanorun import home
+
+    name = name or newest_run(with_checkpoint=True)
+    if name is None:
+        raise UserError(
+            f"There is no trained model in {home.runs_dir()}: nanorun train base or speedrun makes one."
+        )
+    config = Config.from_dict(read_config(name))
+    found = checkpoint.load_newest(home.runs_dir() / name / "checkpoints", repair=False)
+    if found is None:
+        raise UserError(f"The run '{name}' has no checkpoint yet: let it train on.")
+    machine = hardware.detect()
+    device = torch.device(machine.device)
+    with torch.device("meta"):
+        model = GPT(config.model, choose_backends(config.model, device), compute_dtype(machine))
+    model.to_empty(device=device)
+    model.load_state_dict(found.model)
+    model.init_buffers()
+    model.prepare(config.model.context)
+    return name, found.step, config, model.eval()
+
+
+def evaluate_run(name: str | None, data: str | None, max_tokens: int | None) -> dict[str, Any]:
+    name, step, config, model = load_model(name)
+    dataset, tokenizer = open_dataset(data or config.data), open_tokenizer(config.tokenizer)
+    rows = fitting_rows(config, hardware.detect())
+    evaluate = evaluator(config, dataset, tokenizer, model, model.embed.weight.device, rows, max_tokens)
+    result = evaluate()
+    return record(
+        "bpb",
+        model=name,
+        step=step,
+        data=dataset.name,
+        bpb=result.bpb,
+        loss=result.loss,
+        tokens=result.tokens,
+        bytes=result.bytes,
+    )
