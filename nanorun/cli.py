@@ -263,7 +263,7 @@ def plan(
 
 @train_app.command("base", epilog=_example("nanorun train base --depth 12 --data mine-mine-32768"))
 def train_base(
-    depth: Depth = 12,
+    depth: Annotated[int | None, typer.Option(min=1, max=200, help="The one dial (default: 12).")] = None,
     name: Annotated[str | None, typer.Option(help="The run's name (default: base-dDEPTH).")] = None,
     ratio: Ratio = None,
     tokens: Tokens = None,
@@ -271,14 +271,16 @@ def train_base(
     steps: Steps = None,
     batch_tokens: BatchTokens = None,
     device_batch: DeviceBatch = None,
-    context: Context = 2048,
+    context: Annotated[int | None, typer.Option(min=2, help="Tokens in a row (default: 2048).")] = None,
     data: Data = None,
     tokenizer: TokenizerName = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the order of the data.")] = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 500,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of weights and data order (default: 0).")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints (default: 500).")
+    ] = None,
     eval_every: Annotated[
-        int, typer.Option(min=0, help="Steps between evaluations (0: only at the end).")
-    ] = 250,
+        int | None, typer.Option(min=0, help="Steps between evaluations (default: 250; 0: only at the end).")
+    ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, a third more time.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
     attention: BackendName = "auto",
@@ -295,18 +297,29 @@ def train_base(
     from nanorun.config import Horizon
     from nanorun.train import base
 
+    train = {"seed": seed, "save_every": save_every, "eval_every": eval_every}
     if config_file is not None:
-        config = base.read_config(config_file)
+        if not all(value is None for value in (depth, context, ratio, tokens, flops)):
+            raise UserError(
+                "--depth, --context, --ratio, --tokens and --flops derive everything anew: leave out --config, or them."
+            )
+        config = base.override(
+            base.read_config(config_file),
+            {"recompute": recompute or None},
+            {**train, "steps": steps, "batch_tokens": batch_tokens},
+            data=data,
+            tokenizer=tokenizer,
+        )
     else:
         config = base.configure(
-            depth,
+            depth or 12,
             horizon=Horizon(ratio, tokens, flops, steps),
-            context=context,
+            context=context or 2048,
             batch_tokens=batch_tokens,
             data=data,
             tokenizer=tokenizer,
             model_changes={"recompute": recompute},
-            train_changes={"seed": seed, "save_every": save_every, "eval_every": eval_every},
+            train_changes={key: value for key, value in train.items() if value is not None},
         )
     options = base.Options(
         name=name,
@@ -384,6 +397,8 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 def main(args: list[str] | None = None) -> NoReturn:
+    # Threads that wait asleep: spinning ones make training ten times slower as soon as anything else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, _stop)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal without our signs shows others, it does not fail
@@ -391,7 +406,8 @@ def main(args: list[str] | None = None) -> NoReturn:
     try:
         code = app(args, standalone_mode=False, prog_name="nanorun")
     except UserError as error:
-        code = _complain(str(error))
+        _complain(str(error))
+        sys.exit(error.exit_code)
     except _ClickException as error:
         code = _explain_usage(error)
     except (KeyboardInterrupt, typer.Abort):

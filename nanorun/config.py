@@ -13,13 +13,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from nanorun.errors import UserError
 
 VOCAB_MULTIPLE = 64
 REFERENCE_BATCH = 2**19  # tokens; the rates below were found at this batch ...
 REFERENCE_DEPTH = 12  # ... for a model of this depth
+MOST_DECAY = 1.0  # the rule for it was found on real models and leaves all bounds for tiny ones
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
@@ -45,6 +46,18 @@ class ModelConfig:
     backout: bool = True  # subtract the middle of the stream before the last norm
     document_mask: bool = False  # attention stays inside documents, positions restart
     recompute: bool = False  # activations of a block are computed again instead of kept
+
+    def __post_init__(self) -> None:
+        sizes = (self.depth, self.dim, self.heads, self.kv_heads, self.mlp_ratio)
+        if min(sizes) < 1 or self.context < 2 or self.vocab_size < 2:
+            raise UserError(
+                f"A model of depth {self.depth}, width {self.dim}, context {self.context} and vocabulary "
+                f"{self.vocab_size} cannot be built."
+            )
+        if self.dim % self.heads or self.heads % self.kv_heads or self.head_dim % 2:
+            raise UserError(
+                f"{self.heads} heads and {self.kv_heads} kv heads do not divide a width of {self.dim} evenly."
+            )
 
     @property
     def head_dim(self) -> int:
@@ -137,6 +150,10 @@ class TrainConfig:
     packing: Literal["best_fit", "stream"] = "best_fit"
     reuse_tails: bool = True
 
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch_tokens, self.save_every, self.keep_checkpoints) < 1:
+            raise UserError("Steps, batch tokens, save_every and keep_checkpoints must each be at least 1.")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -167,12 +184,15 @@ class Config:
 
 
 def _build(kind: type, record: Mapping[str, Any]) -> Any:
-    known = {f.name for f in fields(kind)}
-    unknown = set(record) - known
+    hints = get_type_hints(kind)
+    unknown = ", ".join(sorted(set(record) - set(hints)))
     if unknown:
-        raise UserError(
-            f"The configuration has fields this nanorun does not know: {', '.join(sorted(unknown))}."
-        )
+        raise UserError(f"The configuration has fields this nanorun does not know: {unknown}.")
+    simple: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+    for name, value in record.items():
+        wanted = simple.get(hints[name])
+        if wanted and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted == (bool,))):
+            raise UserError(f"The configuration's {name} is {value!r}, which is not {hints[name].__name__}.")
     return kind(**record)
 
 
@@ -189,25 +209,16 @@ class Horizon:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         if len(given) > 1:
             raise UserError(f"Give one of --{', --'.join(given)}: each of them fixes how long to train.")
-        if any(getattr(self, name) <= 0 for name in given):
-            raise UserError(f"--{given[0]} must be more than 0.")
+        if any(not 0 < getattr(self, name) < math.inf for name in given):
+            raise UserError(f"--{given[0]} must be more than 0, and a number.")
 
 
 def scale_model(depth: int, vocab_size: int, context: int = 2048, **changes: Any) -> ModelConfig:
     """The shape of a model of this depth."""
-    if depth < 1 or context < 2 or vocab_size < 2:
-        raise UserError(
-            f"A model of depth {depth}, context {context} and vocabulary {vocab_size} cannot be built."
-        )
     dim = -(-depth * 64 // 128) * 128
     head_dim = 32 if depth <= 4 else 128  # one wide head cannot copy
-    shape = {"dim": dim, "heads": dim // head_dim, "kv_heads": dim // head_dim}
-    model = ModelConfig(depth=depth, vocab_size=vocab_size, context=context, **{**shape, **changes})
-    if model.dim % model.heads or model.heads % model.kv_heads or model.head_dim % 2:
-        raise UserError(
-            f"{model.heads} heads and {model.kv_heads} kv heads do not divide a width of {model.dim} evenly."
-        )
-    return model
+    shape = {"dim": dim, "heads": max(dim // head_dim, 1), "kv_heads": max(dim // head_dim, 1)}
+    return ModelConfig(depth=depth, vocab_size=vocab_size, context=context, **{**shape, **changes})
 
 
 def scale(
@@ -254,7 +265,7 @@ def scale(
         lambda_rate=base.lambda_rate * by_batch * by_width,
         mu_rate=base.mu_rate * by_batch * by_width,
         gate_rate=base.gate_rate * by_batch * by_width,
-        matrix_decay=base.matrix_decay * by_batch / growth,
+        matrix_decay=min(base.matrix_decay * by_batch / growth, MOST_DECAY),
         warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
     )
     train = TrainConfig(steps=steps, batch_tokens=batch_tokens, **(train_changes or {}))

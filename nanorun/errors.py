@@ -8,3 +8,5 @@ raised is a bug and keeps its traceback.
 
 class UserError(Exception):
     """One sentence for the person at the keyboard: what is wrong, with the value, and what to do."""
+
+    exit_code = 2

@@ -49,6 +49,12 @@ def run() -> dict[str, Any]:
     }
 
 
+def build_sample() -> None:
+    """The first two stages alone: something to train on."""
+    _data()
+    _tokenizer()
+
+
 def _data() -> dict[str, Any]:
     if _whole(open_dataset, DATA, home.data_dir() / DATA / MANIFEST):
         say(f"1/3 the sample world is written already ({home.data_dir() / DATA})")
@@ -129,13 +135,14 @@ def show(result: dict[str, Any]) -> str:
         "",
         "WHAT THE BASE MODEL HAS LEARNED (it goes on after the bar)",
         "",
-        *(f"{sample['prompt']}│{sample['text']}" for sample in base["samples"]),
+        *(f"{sample['prompt']}│ {' '.join(sample['text'].split())}" for sample in base["samples"]),
         "",
         f"{base['val_bpb']:.3f} bits per byte on text it has not seen, after {base['tokens']:,} tokens in "
         f"{seconds(base['seconds'])}.",
         f"The world is in {result['data']['folder']}, the tokenizer in {result['tokenizer']['folder']}, the model in",
         f"{base['folder']} (loss.png there shows how it learned).",
-        "Next: your own text: nanorun data add FILES, nanorun tok train, nanorun train base --depth 4",
+        "Next, with your own text: nanorun data add FILES; nanorun tok train; nanorun plan --depth 4 (how long it",
+        "would take here); nanorun train base --depth 4.",
     ]
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 """Results as a person reads them: plain aligned text, the same on a terminal and in a log."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell == "" or cell[0].isdigit() or cell in ("–", "?")
+    return re.fullmatch(r"[\d.,]*([kMGT%]| ?[kMGT]?B)?|–|\?", cell) is not None
 
 
 def dataset_record(dataset: Dataset) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def run_summary(summary: dict[str, Any]) -> str:
         if row["planned"] and row["happened"]:
             figures = f"{row['happened']:.4g} instead of {row['planned']:.4g} ({row['ratio']:.2f} times)"
             rows.append([f"plan: {row['what']}", figures])
-    samples = [f"  {s['prompt']}│{s['text']}" for s in summary["samples"]]
+    samples = [f"  {s['prompt']}│ {' '.join(s['text'].split())}" for s in summary["samples"]]
     return "\n".join([table(["run", summary["name"]], rows), "", "how it goes on after the bar:", *samples])
 
 

@@ -1,6 +1,9 @@
 """Fixtures that every test may use: a fresh home, and the shared corpus where this machine has it."""
 
 import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: as the command line does
+
 from pathlib import Path
 
 import pytest

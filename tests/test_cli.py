@@ -91,6 +91,26 @@ def test_getting_the_sample_again_is_no_mistake_unless_another_is_meant(home):
     nanorun(home, "data", "get", "sample", "--size", "30kB", "--replace")
 
 
+def test_training_in_an_empty_home_builds_the_sample_world_first(home):
+    small = ["--depth", "1", "--context", "32", "--batch-tokens", "64", "--steps", "2", "--save-every", "1"]
+    trained = last_json(nanorun(home, "train", "base", *small, "--name", "first", "--json"))
+    assert trained["steps"] == 2
+    config = home / "runs" / "first" / "config.json"
+    again = last_json(
+        nanorun(home, "train", "base", "--config", config, "--steps", "3", "--name", "second", "--json")
+    )
+    assert again["steps"] == 3
+    record = json.loads(config.read_text())
+    for change, words in (
+        ({"depth": "x"}, "depth is 'x'"),
+        ({"heads": 3}, "evenly"),
+        ({"kv_heads": 0}, "cannot be built"),
+    ):
+        config.write_text(json.dumps({**record, "model": {**record["model"], **change}}))
+        assert words in complaint(home, "train", "base", "--config", config, "--name", "third")
+    assert not (home / "runs" / "third").exists()
+
+
 def test_from_own_text_to_tokens_through_the_command_line(home, corpus):
     added = last_json(nanorun(home, "data", "add", corpus, "--json"))
     assert (added["name"], added["documents"], added["shards"]) == ("tales", 900, 2)
@@ -157,7 +177,10 @@ def test_without_a_verb_the_help_is_shown(home):
         (["eval", "bpb"], "There is no trained model"),
         (["plan", "--gpu", "abacus"], "abacus"),
         (["plan", "--steps", "5", "--ratio", "3"], "Give one of --ratio, --steps"),
-        (["train", "base"], "There is no data"),
+        (["train", "base", "--data", "none"], "There is no dataset 'none'"),
+        (["train", "base", "--flops", "nan"], "must be more than 0, and a number"),
+        (["train", "base", "--ratio", "inf"], "must be more than 0, and a number"),
+        (["train", "base", "--config", "LICENSE", "--depth", "3"], "derive everything anew"),
         (["train", "base", "--config", "LICENSE"], "is not JSON"),
         (["tok", "eval", "--tokenizer", "none"], "There is no tokenizer 'none'"),
     ],

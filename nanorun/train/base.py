@@ -15,7 +15,7 @@ from torch import Tensor
 from nanorun import hardware, plan
 from nanorun.config import Backend, Config, Horizon, scale
 from nanorun.console import say
-from nanorun.data.dataset import Dataset, open_dataset, read_texts
+from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.data.loader import Batch, Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import open_source
@@ -30,7 +30,7 @@ from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import checkpoint, loop
-from nanorun.train.track import Tracker
+from nanorun.train.track import Tracker, require
 
 GPU_MICRO_TOKENS = 32_768  # fills an H200 at d12 (560k tokens/s in 16 GiB; 65,536: 554k in 27)
 CPU_MICRO_TOKENS = 4_096  # about what stays in a CPU's caches
@@ -61,7 +61,12 @@ def configure(
     model_changes: dict[str, Any] | None = None,
     train_changes: dict[str, Any] | None = None,
 ) -> Config:
-    """The configuration of a depth on the data that is here."""
+    """The configuration of a depth on the data that is here; the sample world, where there is none at all."""
+    if data is None and tokenizer is None and not dataset_names():
+        from nanorun.speedrun import build_sample
+
+        say("there is no data here yet: building the sample world")
+        build_sample()
     dataset, text = open_dataset(data), open_tokenizer(tokenizer)
     return scale(
         depth,
@@ -85,13 +90,31 @@ def read_config(path: Path) -> Config:
         raise UserError(f"{path} is not JSON ({error}): use a run's config.json.") from error
 
 
+def override(config: Config, model: dict[str, Any], train: dict[str, Any], **names: str | None) -> Config:
+    """A configuration from a file, with what was given beside it. Derived values stay as the file has them."""
+
+    def given(changes: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in changes.items() if value is not None}
+
+    config = replace(
+        config, model=replace(config.model, **given(model)), train=replace(config.train, **given(train))
+    )
+    return replace(config, **given(names))
+
+
 def train_base(config: Config, options: Options) -> dict[str, Any]:
     """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
     name = options.name or f"base-d{config.model.depth}"
+    choose_backends(config.model, torch.device(hardware.detect().device), options.backend)
+    open_tokenizer(config.tokenizer), open_dataset(config.data)
+    if options.track:
+        require(options.track)
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)
+        if found is None:
+            run.rewind_metrics(0)  # what a session logged that was killed before its first checkpoint
         if found is not None and found.step >= config.train.steps and (run.folder / "summary.json").is_file():
-            say(f"run '{name}' is finished already ({found.step} steps); --fresh starts it anew")
+            say(f"run '{name}' is finished already, at step {found.step}")
             summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
             return summary
         planned = plan.plan_record(plan.make_plan(config, device_batch=options.device_batch))
@@ -131,6 +154,8 @@ def train_within_memory(
 
 
 class Interrupted(UserError):
+    exit_code = 130  # as the shell's, for what was stopped by a signal
+
     def __init__(self, name: str, step: int, steps: int) -> None:
         super().__init__(
             f"Stopped at step {step} of {steps} and saved; the same command goes on from there (run '{name}')."

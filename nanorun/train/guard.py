@@ -5,7 +5,7 @@ ends with a checkpoint and not in the middle of an update.
 
 `Guard` judges every step by its loss and gradient norm, before the update is applied. A step with NaN, or
 with a norm or loss far above what the run has seen lately, is skipped: its update is not applied. Several
-bad steps in a row mean that the weights themselves have gone wrong, so the run goes back to its last
+losses in a row that are bad mean that the weights themselves have gone wrong, so the run goes back to its last
 checkpoint; if going back does not help either, the run ends and says what is likely. The guard sees two
 numbers a step: it does not notice a slow drift, a wrong dataset, or damage smaller than its thresholds.
 
@@ -100,12 +100,28 @@ class Guard:
         self._losses: deque[float] = deque(maxlen=window)
         self._position = 0  # steps judged on the way from the start to here
         self._in_a_row = 0
+        self._spikes_in_a_row = 0
         self._rollbacks = 0  # without progress
         self._trouble = 0  # the furthest position that sent us back
 
     def judge(self, loss: float, grad_norm: float) -> Verdict:
         self._position += 1
         self.reason = self._find_fault(loss, grad_norm)
+        if not self.reason and self._spikes(grad_norm):
+            # One large gradient is an accident of the batch. Several in a row, with a loss as usual, are how
+            # the run is now: they are remembered, so that what is usual follows, and no longer skipped.
+            self._norms.append(float(grad_norm))
+            self._spikes_in_a_row += 1
+            if self._spikes_in_a_row < self.patience:
+                usual = statistics.median(self._norms)
+                times = grad_norm / usual
+                self.reason = f"the gradient norm is {grad_norm:.3g}, {times:.0f} times the usual {usual:.3g}"
+                self.skips += 1
+                return "skip"
+            self._losses.append(float(loss))
+            self._in_a_row = 0
+            return "ok"
+        self._spikes_in_a_row = 0
         if not self.reason:
             self._norms.append(float(grad_norm))
             self._losses.append(float(loss))
@@ -120,8 +136,8 @@ class Guard:
         if self._rollbacks >= self.max_rollbacks:
             raise UserError(
                 f"Training went back to a checkpoint {self._rollbacks} times and failed each time "
-                f"({self.reason}): lower the learning rates, check the data for broken documents, or "
-                "compute in fp32 to see whether precision is the cause."
+                f"({self.reason}): look for broken documents in the data, start anew with another --seed or a larger "
+                "--batch-tokens, or lower the rates in a copy of the run's config.json (--config)."
             )
         self._in_a_row = 0
         self._rollbacks += 1
@@ -140,6 +156,7 @@ class Guard:
             "losses": list(self._losses),
             "position": self._position,
             "in_a_row": self._in_a_row,
+            "spikes_in_a_row": self._spikes_in_a_row,
             "skips": self.skips,
             "rollbacks": self._rollbacks,
             "trouble": self._trouble,
@@ -149,20 +166,21 @@ class Guard:
         self._norms = deque(state["norms"], maxlen=self.window)
         self._losses = deque(state["losses"], maxlen=self.window)
         self._position, self._in_a_row = state["position"], state["in_a_row"]
+        self._spikes_in_a_row = state["spikes_in_a_row"]
         self.skips, self._rollbacks, self._trouble = state["skips"], state["rollbacks"], state["trouble"]
+
+    def _spikes(self, grad_norm: float) -> bool:
+        return (
+            len(self._norms) >= self.warmup and grad_norm > self.factor * statistics.median(self._norms) > 0
+        )
 
     def _find_fault(self, loss: float, grad_norm: float) -> str:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):
             return f"the gradient norm is {grad_norm}"
-        if len(self._norms) < self.warmup:
+        if len(self._losses) < self.warmup:
             return ""
-        usual = statistics.median(self._norms)
-        if grad_norm > self.factor * usual > 0:
-            return (
-                f"the gradient norm is {grad_norm:.3g}, {grad_norm / usual:.0f} times the usual {usual:.3g}"
-            )
         middle = statistics.median(self._losses)
         spread = statistics.median(abs(past - middle) for past in self._losses)
         room = max(self.loss_spread * spread, self.loss_share * abs(middle), self.loss_share)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(world, which):
     child.send_signal(which)
     _, errors = child.communicate(timeout=60)
     assert "goes on from there" in errors
+    assert child.returncode == 130
     assert "Traceback" not in errors
     saved = checkpoint.steps(world / "runs" / name / "checkpoints")[-1]
     steps = [r["step"] for r in read_metrics(world / "runs" / name) if r["kind"] == "step"]
@@ -192,6 +194,16 @@ def test_killed_between_saving_and_evaluating_it_evaluates_when_it_goes_on(world
     again = train_base(tiny(), Options(name="unjudged", samples=1))
     assert again["val_bpb"] == whole["val_bpb"]
     assert [r["step"] for r in read_metrics(folder) if r["kind"] == "eval"] == [6, 12]
+
+
+def test_killed_before_the_first_checkpoint_it_starts_over_with_clean_metrics(world):
+    folder = world / "runs" / "early"
+    train_base(tiny(), Options(name="early", fresh=True, samples=1))
+    for saved in list((folder / "checkpoints").iterdir()):
+        shutil.rmtree(saved)
+    (folder / "summary.json").unlink()
+    train_base(tiny(), Options(name="early", samples=1))
+    assert [r["step"] for r in read_metrics(folder) if r["kind"] == "step"] == list(range(1, 13))
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(world, tmp_path):
