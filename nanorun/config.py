@@ -10,7 +10,6 @@ is how a variant is made, and `to_dict`/`from_dict` how a run remembers what it 
 """
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_type_hints
@@ -143,7 +142,6 @@ class TrainConfig:
     seed: int = 0
     eval_every: int = 250
     eval_tokens: int = 20_000_000
-    sample_every: int = 0  # 0: only at the end
     save_every: int = 500
     save_minutes: float = 30.0
     keep_checkpoints: int = 2
@@ -272,7 +270,9 @@ def scale(
     return Config(model, optim, train, data, tokenizer)
 
 
-def sample_preset(vocab_size: int, data: str = "sample", tokenizer: str = "sample") -> Config:
+def sample_preset(
+    vocab_size: int, data: str = "sample", tokenizer: str = "sample", steps: int = 400
+) -> Config:
     """The CPU speedrun: a model that learns the sample world in about three minutes on two cores.
 
     Too small for the dial: four narrow heads, a short context and a small batch, with the reference rates
@@ -280,7 +280,6 @@ def sample_preset(vocab_size: int, data: str = "sample", tokenizer: str = "sampl
     """
     model = scale_model(4, vocab_size, context=256, dim=128, heads=4, kv_heads=4)
     optim = replace(OptimConfig(), matrix_decay=0.1, warmup_steps=10)
-    steps = int(os.environ.get("NANORUN_SPEEDRUN_STEPS") or 400)  # fewer, to try the pipeline itself
     train = TrainConfig(
         steps=steps, batch_tokens=4096, eval_every=100, eval_tokens=150_000, save_every=50, save_minutes=1.0
     )

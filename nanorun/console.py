@@ -95,10 +95,6 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._start
-
     def _figures(self, now: float, note: str) -> str:
         show = size if self.unit == "B" else count
         rate = (self.done - self._before) / max(now - self._start, 1e-9)

@@ -3,6 +3,7 @@
 A stage is finished when its folder stands under its real name, since folders appear whole or not at all.
 """
 
+import os
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -85,7 +86,8 @@ def _tokenizer() -> dict[str, Any]:
 def _base() -> dict[str, Any]:
     from nanorun.train.base import Options, train_base
 
-    config = sample_preset(open_tokenizer(TOKENIZER).vocab_size, DATA, TOKENIZER)
+    steps = int(os.environ.get("NANORUN_SPEEDRUN_STEPS") or 400)  # fewer, to try the pipeline itself
+    config = sample_preset(open_tokenizer(TOKENIZER).vocab_size, DATA, TOKENIZER, steps)
     finished = (home.runs_dir() / RUN / "summary.json").is_file()
     model = config.model
     if finished:

@@ -6,7 +6,6 @@
 They are read through a memory map, so a corpus larger than memory costs no more than what is touched.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from nanorun import home
 from nanorun.console import Progress
 from nanorun.data.dataset import Dataset, Shard, Split, read_row_group
 from nanorun.errors import UserError
+from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
@@ -50,7 +50,7 @@ def read_bin(path: Path) -> NDArray[np.uint16]:
 
 
 class BinWriter:
-    """Writes documents into shards `PREFIX-00000.bin`, ...; a document never straddles two shards."""
+    """Writes documents into shards `shard-00000.bin`, ...; a document never straddles two shards."""
 
     def __init__(
         self, folder: Path, split: Split, bos: int, first: int = 0, shard_tokens: int = SHARD_TOKENS
@@ -123,7 +123,7 @@ def tokenize_dataset(
             "use a vocabulary of at most 65,536."
         )
     name = home.check_name(name or f"{dataset.name}-{tokenizer.name}"[:64], "dataset")
-    threads = threads or os.cpu_count() or 1
+    threads = threads or usable_cores()
     shards: list[Shard] = []
     with (
         home.new_folder(home.data_dir() / name, replace=replace) as folder,

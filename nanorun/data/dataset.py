@@ -156,12 +156,12 @@ def _read_manifest(folder: Path) -> Dataset:
 
 
 class ParquetWriter:
-    """Writes documents into parquet shards `PREFIX-00000.parquet`, ... of a folder."""
+    """Writes documents into parquet shards `shard-00000.parquet`, ... of a folder."""
 
-    def __init__(self, folder: Path, split: Split, prefix: str = "shard", first: int = 0) -> None:
+    def __init__(self, folder: Path, split: Split, first: int = 0) -> None:
         import pyarrow
 
-        self.folder, self.split, self.prefix, self.next_index = folder, split, prefix, first
+        self.folder, self.split, self.next_index = folder, split, first
         self.shards: list[Shard] = []
         self._schema = pyarrow.schema([("text", pyarrow.large_string())])
         self._writer: Any = None
@@ -176,10 +176,6 @@ class ParquetWriter:
             self._flush()
             if self._text_bytes >= SHARD_BYTES:
                 self._finish_shard()
-
-    @property
-    def text_bytes(self) -> int:
-        return sum(shard.text_bytes or 0 for shard in self.shards) + self._text_bytes + self._row_bytes
 
     @property
     def documents(self) -> int:
@@ -198,7 +194,7 @@ class ParquetWriter:
             self._writer = None
 
     def _path(self) -> Path:
-        return self.folder / f"{self.prefix}-{self.next_index:05d}.parquet"
+        return self.folder / f"shard-{self.next_index:05d}.parquet"
 
     def _flush(self) -> None:
         if not self._rows:

@@ -6,7 +6,6 @@ of them at a time as one block.
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from nanorun.data.bins import read_bin
 from nanorun.data.dataset import Dataset, Split, read_row_group
 from nanorun.data.packing import Pieces
 from nanorun.errors import UserError
+from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
 
 BIN_UNIT_TOKENS = 1 << 20
@@ -68,7 +68,7 @@ class TextSource:
         self.bos = tokenizer.bos
         self.fingerprint = _digest(dataset.fingerprint, split, tokenizer.fingerprint)
         self._tokenizer = tokenizer
-        self._threads = threads or min(os.cpu_count() or 1, 16)
+        self._threads = threads or min(usable_cores(), 16)
         self._units = [
             (dataset.folder / shard.file, group)
             for shard in dataset.of(split)

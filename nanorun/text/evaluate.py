@@ -6,12 +6,12 @@ may be poor at code or Korean. Speed is the best of several rounds, and the toke
 a round, so that a machine that slows down for a while slows down all of them.
 """
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nanorun.errors import UserError
+from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ def evaluate_tokenizers(
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
     if not size:
         raise UserError("There is no text to evaluate tokenizers on: give a file or dataset that has some.")
-    threads = threads or _usable_cores()
+    threads = threads or usable_cores()
     one, many = _time_encoding(texts, tokenizers, repeats, threads)
     reports = []
     for i, tokenizer in enumerate(tokenizers):
@@ -83,13 +83,6 @@ def _time_encoding(
                 tokenizer.encode_documents(texts, used)
                 best[i] = min(best[i], time.perf_counter() - start)
     return one, many
-
-
-def _usable_cores() -> int:
-    """The cores this process may run on, which in a container are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 SAMPLES: Mapping[str, str] = {

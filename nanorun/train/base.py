@@ -267,8 +267,7 @@ def evaluator(
 
     @torch.no_grad()
     def losses(batch: Batch) -> Tensor:
-        inputs, targets = batch.inputs.to(device), batch.targets.to(device)
-        return forward(inputs, targets, None, True)
+        return forward(*loop.to_device(batch, device, config.model.document_mask), True)
 
     def evaluate() -> BpbResult:
         order = RowOrder(shuffle=False, epochs=1)

@@ -78,7 +78,7 @@ def train_step(t: Training) -> Step:
 
     total = torch.zeros((), device=t.device)
     for batch in batches:
-        loss = t.forward(*to_device(batch, t)) / trained
+        loss = t.forward(*to_device(batch, t.device, t.config.model.document_mask)) / trained
         loss.backward()
         total += loss.detach()
     norm = t.optimizer.clip(t.config.optim.clip)
@@ -125,18 +125,16 @@ def train(t: Training) -> bool:
     return t.step == train.steps
 
 
-def to_device(batch: Batch, t: Training) -> tuple[Tensor, Tensor, Tensor | None]:
-    inputs = batch.inputs.to(t.device, non_blocking=True)
-    targets = batch.targets.to(t.device, non_blocking=True)
-    if not t.config.model.document_mask:
+def to_device(batch: Batch, device: torch.device, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, targets and, where attention must stay inside documents, the number of each token's document."""
+    inputs = batch.inputs.to(device, non_blocking=True)
+    targets = batch.targets.to(device, non_blocking=True)
+    if not masked:
         return inputs, targets, None
-    docs = torch.zeros(inputs.numel(), dtype=torch.int32)
+    docs = torch.zeros(batch.inputs.numel(), dtype=torch.int32)
     docs[batch.doc_starts.long()] = 1
-    return (
-        inputs,
-        targets,
-        docs.cumsum(0, dtype=torch.int32).view(inputs.shape).to(t.device, non_blocking=True),
-    )
+    docs = docs.cumsum(0, dtype=torch.int32).view(batch.inputs.shape)
+    return inputs, targets, docs.to(device, non_blocking=True)
 
 
 def step_record(t: Training, step: Step) -> dict[str, Any]:

@@ -288,22 +288,50 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(world, monkeypatch, ca
     straight = train_base(tiny(), Options(name="roomy", fresh=True, device_batch=2, samples=1))
     to_device = loop.to_device
 
-    def small_device(batch, t):
+    def small_device(batch, *where):
         if batch.inputs.size(0) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return to_device(batch, t)
+        return to_device(batch, *where)
 
     monkeypatch.setattr(loop, "to_device", small_device)
     summary = train_base(tiny(), Options(name="narrow", fresh=True, samples=1))
     assert "going on with 2" in capsys.readouterr().err
     assert summary["val_bpb"] == straight["val_bpb"]
 
-    def no_device(batch, t):
+    def no_device(batch, *where):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(loop, "to_device", no_device)
     with pytest.raises(UserError, match="one row at a time"):
         train_base(tiny(), Options(name="hopeless", fresh=True, samples=1))
+
+
+def test_documents_are_masked_in_training_and_in_evaluation_alike(world):
+    plain = tiny(6)
+    masked = replace(plain, model=replace(plain.model, document_mask=True))
+    results = [
+        train_base(c, Options(name=n, fresh=True, samples=1))
+        for c, n in ((plain, "open"), (masked, "masked"))
+    ]
+    assert results[0]["val_bpb"] != results[1]["val_bpb"]
+    t = assembled(masked, "masked-batch")
+    with t.loader, t.run:
+        _, _, docs = loop.to_device(next(t.loader), t.device, True)
+        seen = []
+        forward, t.forward = t.forward, None
+        t.evaluate = base.evaluator(
+            masked,
+            base.open_dataset("sample"),
+            open_tokenizer("sample"),
+            lambda *args: seen.append(args[2]) or forward(*args),
+            t.device,
+            8,
+            512,
+        )
+        t.evaluate()
+    assert docs is not None
+    assert seen
+    assert all(given is not None for given in seen)
 
 
 def test_a_horizon_is_one_of_four_and_sets_the_steps():
