@@ -230,7 +230,8 @@ Data = Annotated[str | None, typer.Option(help="The dataset (default: the newest
 TokenizerName = Annotated[
     str | None, typer.Option("--tokenizer", help="The tokenizer (default: the newest).")
 ]
-BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa, cudnn or flex.")]
+BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa, cudnn, flex or flash.")]
+DtypeName = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32.")]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile on CUDA.")]
 
 
@@ -284,6 +285,7 @@ def train_base(
     recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, a third more time.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
     attention: BackendName = "auto",
+    dtype: DtypeName = "auto",
     compiled: Compile = True,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="Start from a run's config.json.")
@@ -326,6 +328,7 @@ def train_base(
         fresh=fresh,
         device_batch=device_batch,
         backend=_backend(attention),
+        dtype=_dtype(dtype),
         compile=compiled,
         deterministic=deterministic,
         track=track,
@@ -361,7 +364,14 @@ def bench_train(
     data: Data = None,
     tokenizer: TokenizerName = None,
     attention: BackendName = "auto",
+    dtype: DtypeName = "auto",
     compiled: Compile = True,
+    fresh_caches: Annotated[
+        bool,
+        typer.Option(
+            "--cold/--quick", help="With cold and warm starts, or with the compile caches as they are."
+        ),
+    ] = True,
     save: Annotated[Path | None, typer.Option(help="Keep the result in this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -380,15 +390,25 @@ def bench_train(
         data=data,
         tokenizer=tokenizer,
     )
-    options = base.Options(device_batch=device_batch, backend=_backend(attention), compile=compiled)
-    result = bench_train(config, options, steps)
+    options = base.Options(
+        device_batch=device_batch, backend=_backend(attention), dtype=_dtype(dtype), compile=compiled
+    )
+    result = bench_train(config, options, steps, fresh_caches)
     keep(result, save)
     _show(result, as_json, tables.bench_train(result))
 
 
 def _backend(name: str) -> Any:
-    if name not in ("auto", "plain", "sdpa", "cudnn", "flex"):
-        raise UserError(f"There is no attention backend '{name}': choose auto, plain, sdpa, cudnn or flex.")
+    if name not in ("auto", "plain", "sdpa", "cudnn", "flex", "flash"):
+        raise UserError(
+            f"There is no attention backend '{name}': choose auto, plain, sdpa, cudnn, flex or flash."
+        )
+    return name
+
+
+def _dtype(name: str) -> Any:
+    if name not in ("auto", "bf16", "fp16", "fp32"):
+        raise UserError(f"There is no dtype '{name}': choose auto, bf16, fp16 or fp32.")
     return name
 
 

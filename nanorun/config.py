@@ -45,6 +45,8 @@ class ModelConfig:
     backout: bool = True  # subtract the middle of the stream before the last norm
     document_mask: bool = False  # attention stays inside documents, positions restart
     recompute: bool = False  # activations of a block are computed again instead of kept
+    fused_qkv: bool = True  # one matmul for queries, keys and values
+    fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
 
     def __post_init__(self) -> None:
         sizes = (self.depth, self.dim, self.heads, self.kv_heads, self.mlp_ratio)

@@ -141,6 +141,13 @@ def run_summary(summary: dict[str, Any]) -> str:
     return "\n".join([table(["run", summary["name"]], rows), "", "how it goes on after the bar:", *samples])
 
 
+def _first_step(result: dict[str, Any]) -> str:
+    if "first_step_s" in result:
+        return f"{result['first_step_s']:.1f} s"
+    warm = result["first_step_warm_s"]
+    return f"{result['first_step_cold_s']:.1f} s cold" + (f", {warm:.1f} s warm" if warm is not None else "")
+
+
 def bench_train(result: dict[str, Any]) -> str:
     rows = [
         ["model", f"d{result['depth']}, vocabulary {result['vocab_size']:,}, context {result['context']:,}"],
@@ -150,7 +157,7 @@ def bench_train(result: dict[str, Any]) -> str:
         ],
         ["attention", ", ".join(result["attention"])],
         ["speed", f"{result['tokens_per_s']:,} tokens/s, {result['ms_per_step']:,} ms a step"],
-        ["first step after", f"{result['seconds_before_first_step']:.1f} s"],
+        ["first step after", _first_step(result)],
         ["loss", f"{result['first_loss']:.3f} at first, {result['loss']:.3f} at the end"],
     ]
     if result["mfu"]:

@@ -1,12 +1,20 @@
 """`bench train`: the speed of training as it is, on packed batches of real data, without saving or evaluating.
 
-The first step is timed by itself, since it compiles; then a few are thrown away, and the median of the rest
-is the speed. Loss is that of the last step: a sign that what was timed was training.
+The first step is timed by itself, since it compiles: cold, with empty compile caches, and warm, in a second
+process that finds what the first one left there. A few steps are thrown away, and the median of the rest is
+the speed. Loss is that of the last step: a sign that what was timed was training.
 """
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +27,25 @@ from nanorun.train import loop
 from nanorun.train.base import Options, assemble
 
 WARM_STEPS = 3
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def bench_train(config: Config, options: Options, steps: int = 20) -> dict[str, Any]:
+def bench_train(
+    config: Config, options: Options, steps: int = 20, fresh_caches: bool = True
+) -> dict[str, Any]:
+    """`fresh_caches=False` uses the compile caches as they are, for a quick look: no cold or warm start is told."""
+    if not fresh_caches:
+        return _timed(config, options, steps)
+    with empty_caches():
+        result = _timed(config, options, steps)
+        result["first_step_cold_s"] = result.pop("first_step_s")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        result["first_step_warm_s"] = _first_step_elsewhere(config, options)
+    return result
+
+
+def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
@@ -46,8 +70,42 @@ def bench_train(config: Config, options: Options, steps: int = 20) -> dict[str, 
         ms_per_step=round(1e3 * seconds, 2),
         mfu=config.model.flops_per_token * speed / peak if peak else None,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        seconds_before_first_step=round(until_first, 1),
+        first_step_s=round(until_first, 1),
         data_wait_share=sum(s.waited for s in timed) / sum(s.seconds for s in timed),
         first_loss=first.loss,
         loss=timed[-1].loss,
     )
+
+
+@contextmanager
+def empty_caches() -> Iterator[None]:
+    """What compilers keep goes to a folder of its own, empty at first and gone afterwards."""
+    before = {name: os.environ.get(name) for name in CACHES}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ.update({name: str(Path(folder) / name.lower()) for name in CACHES})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _first_step_elsewhere(config: Config, options: Options) -> float | None:
+    """Seconds from a fresh process's start of assembling to the end of its first step; None when it fails."""
+    code = "import json, sys; from nanorun.bench.train import first_step; first_step(json.load(sys.stdin))"
+    asked = json.dumps({"config": config.to_dict(), "options": asdict(options)})
+    child = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True)
+    return float(child.stdout.split()[-1]) if child.returncode == 0 else None
+
+
+def first_step(asked: dict[str, Any]) -> None:
+    config, options = Config.from_dict(asked["config"]), Options(**asked["options"])
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
+        with training.loader:
+            loop.train_step(training)
+    print(round(time.perf_counter() - begin, 1))

@@ -9,8 +9,7 @@ from nanorun.bench.record import record
 from nanorun.config import Config
 from nanorun.data.dataset import open_dataset
 from nanorun.errors import UserError
-from nanorun.model.attention import choose_backends
-from nanorun.model.gpt import GPT
+from nanorun.model.gpt import GPT, empty
 from nanorun.runs import newest_run, read_config
 from nanorun.text.store import open_tokenizer
 from nanorun.train import checkpoint
@@ -32,12 +31,10 @@ def load_model(name: str | None = None) -> tuple[str, int, Config, GPT]:
         raise UserError(f"The run '{name}' has no checkpoint yet: let it train on.")
     machine = hardware.detect()
     device = torch.device(machine.device)
-    with torch.device("meta"):
-        model = GPT(config.model, choose_backends(config.model, device), compute_dtype(machine))
-    model.to_empty(device=device)
+    dtype = compute_dtype(machine)
+    model = empty(config.model, device, dtype)
     model.load_state_dict(found.model)
     model.init_buffers()
-    model.prepare(config.model.context)
     return name, found.step, config, model.eval()
 
 

@@ -7,6 +7,7 @@ may be fewer than keys, as in generation: they are then the last positions.
     sdpa    torch's fused kernels; a window or documents become an explicit mask
     cudnn   the same, held to cuDNN's kernel: the fastest here for a full window on Hopper
     flex    FlexAttention, compiled: skips what a window or documents mask away; CUDA only
+    flash   FlashAttention-4, where the package flash-attn-4 is installed and its kernels launch (Hopper and later)
 
 `choose_backends` looks at the machine and the shape once, before training, and gives each layer its own.
 """
@@ -21,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from nanorun.config import Backend, ModelConfig
 from nanorun.errors import UserError
+from nanorun.model.kernels import flash
 
 # Shapes: B batch, T queries, S keys, H heads, K kv heads, D head dimension.
 
@@ -38,6 +40,8 @@ def attend(
 
     `blocks` is a `window_blocks` of this shape made ahead; only flex looks at it.
     """
+    if backend == "flash" and docs is None and q_bthd.size(1) == k_bskd.size(1):
+        return flash.flash_attention(q_bthd, k_bskd, v_bskd, window)
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bskd, v_bskd))  # (B, H, T, D)
     if backend == "plain":
         out = _plain(q, k, v, window, docs)
@@ -49,12 +53,18 @@ def attend(
 
 
 def choose_backends(
-    config: ModelConfig, device: torch.device, backend: Backend = "auto"
+    config: ModelConfig,
+    device: torch.device,
+    backend: Backend = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    compiled: bool = True,
 ) -> tuple[Backend, ...]:
-    """The backend of each layer on this device."""
-    if backend == "flash":
+    """The backend of each layer on this device. FlexAttention is only fast compiled; cuDNN's backward pass has no
+    deterministic form."""
+    if backend == "flash" and (config.document_mask or not flash.works(device, config.head_dim)):
         raise UserError(
-            "FlashAttention has no kernel in this nanorun yet: choose auto, sdpa, cudnn, flex or plain."
+            "FlashAttention-4 cannot run here: it needs a Hopper or newer GPU, the packages flash-attn-4 and "
+            "nvidia-cutlass-dsl, and no document mask; choose auto, cudnn, flex, sdpa or plain."
         )
     if backend != "auto":
         if device.type != "cuda" and backend in ("cudnn", "flex"):
@@ -64,9 +74,12 @@ def choose_backends(
         return (backend,) * config.depth
     if device.type != "cuda":
         return everywhere("sdpa", config)
-    hopper = torch.cuda.get_device_capability(device)[0] >= 9
-    full: Backend = "cudnn" if hopper and config.head_dim <= 128 else "sdpa"
-    masked: Backend = "flex" if config.head_dim >= 16 else "sdpa"
+    if dtype == torch.bfloat16 and not config.document_mask and flash.works(device, config.head_dim):
+        return everywhere("flash", config)
+    hopper = torch.cuda.get_device_capability(device)[0] >= 9 and dtype != torch.float32
+    exact = torch.are_deterministic_algorithms_enabled()
+    full: Backend = "cudnn" if hopper and config.head_dim <= 128 and not exact else "sdpa"
+    masked: Backend = "flex" if compiled and config.head_dim >= 16 else "sdpa"
     return tuple(
         masked if config.document_mask or config.window(layer) < config.context else full
         for layer in range(config.depth)

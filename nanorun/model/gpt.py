@@ -17,6 +17,7 @@ Weights are fp32 masters; activations are in the dtype given to `GPT` and weight
 used. The model knows nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
 """
 
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, window_blocks
-from nanorun.model.loss import chunked_loss, plain_loss
+from nanorun.model.loss import can_fuse, chunked_loss, fused_loss, plain_loss
 
 
 def norm(x: Tensor) -> Tensor:
@@ -64,9 +65,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         batch, time, _ = x.shape
         config = self.config
-        q = self.q(x).view(batch, time, config.heads, config.head_dim)
-        k = self.k(x).view(batch, time, config.kv_heads, config.head_dim)
-        v = self.v(x).view(batch, time, config.kv_heads, config.head_dim)
+        q, k, v = self._project(x)
+        q = q.view(batch, time, config.heads, config.head_dim)
+        k = k.view(batch, time, config.kv_heads, config.head_dim)
+        v = v.view(batch, time, config.kv_heads, config.head_dim)
         if value is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
             v = v + gate.unsqueeze(-1) * value.view_as(v)
@@ -74,6 +76,13 @@ class Attention(nn.Module):
         k = norm(rotate(k, rope)) * config.qk_gain
         mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
         return self.out(mixed.reshape(batch, time, config.dim))
+
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        parts = (self.q, self.k, self.v)
+        if not self.config.fused_qkv:
+            return [part(x) for part in parts]
+        weight = torch.cat([part.weight for part in parts]).to(x.dtype)
+        return F.linear(x, weight).split([part.out_features for part in parts], dim=-1)
 
 
 class MLP(nn.Module):
@@ -110,11 +119,11 @@ class GPT(nn.Module):
         config: ModelConfig,
         backends: tuple[Backend, ...] | None = None,
         dtype: torch.dtype = torch.float32,
-        loss: Literal["chunked", "plain"] = "chunked",
+        loss: Literal["fused", "chunked", "plain"] = "chunked",
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self._loss = chunked_loss if loss == "chunked" else plain_loss
+        self._loss = {"fused": fused_loss, "chunked": chunked_loss, "plain": plain_loss}[loss]
         backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = nn.Embedding(vocab, config.dim)
@@ -179,6 +188,11 @@ class GPT(nn.Module):
 
     def layers(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
+
+    def use_backend(self, backend: Backend) -> None:
+        """Another way to compute attention, for all layers, from now on."""
+        for block in self.layers():
+            block.attention.backend = backend
 
     def prepare(self, context: int) -> None:
         """Makes what attention needs for rows of this length, ahead of compiled code that only reads it."""
@@ -263,10 +277,21 @@ def build(
     seed: int = 0,
 ) -> GPT:
     """A fresh model on the device."""
-    with torch.device("meta"):
-        model = GPT(config, backends, dtype)
-    model.to_empty(device=device)
+    model = empty(config, device, dtype, backends)
     torch.manual_seed(seed)
     model.init_weights()
     model.prepare(config.context)
     return model
+
+
+def empty(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backends: tuple[Backend, ...] | None = None,
+) -> GPT:
+    """A model on the device whose weights are yet to be made or loaded."""
+    fused = config.fused_loss and can_fuse(config.softcap, device)
+    with torch.device("meta"):
+        model = GPT(config, backends, dtype, "fused" if fused else "chunked")
+    return model.to_empty(device=device)

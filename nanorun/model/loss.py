@@ -26,12 +26,14 @@ one, and padding columns of the vocabulary are -inf before the exponential.
 is an error in `plain_loss` but may read a padding column in `chunked_loss`.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from nanorun.model.kernels import softcap_loss
 
 IGNORE = -1  # the target of a position that is not trained; the loader's
 Reduction = Literal["sum", "none"]
@@ -79,8 +81,11 @@ def chunked_loss(
     vocab_size: int,
     reduction: Reduction = "sum",
     chunk_tokens: int | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
+
+    `fused`: a chunk's loss and gradient come from one hand-written kernel (`can_fuse` says where that works).
 
     With reduction="none" it is for evaluation only: gradients made in the forward pass can be scaled
     together afterwards, not token by token.
@@ -95,12 +100,12 @@ def chunked_loss(
         )
     if learns:
         return _ChunkedLoss.apply(
-            rows, weight, flat, softcap, vocab_size, size, x.requires_grad, weight.requires_grad
+            rows, weight, flat, softcap, vocab_size, size, fused, x.requires_grad, weight.requires_grad
         )
     head = weight.to(x.dtype)
     losses = []
     for x_chunk, target_chunk in zip(rows.split(size), flat.split(size), strict=True):
-        loss, _ = _chunk_loss(x_chunk @ head.T, target_chunk, softcap, vocab_size, with_gradient=False)
+        loss, _ = _chunk_loss(x_chunk @ head.T, target_chunk, softcap, vocab_size, fused, with_gradient=False)
         losses.append(loss)
     if reduction == "none":
         return torch.cat(losses).view(targets.shape)
@@ -117,6 +122,7 @@ class _ChunkedLoss(torch.autograd.Function):
         softcap: float | None,
         vocab_size: int,
         size: int,
+        fused: bool,
         wants_dx: bool,
         wants_dweight: bool,
     ) -> Tensor:
@@ -125,7 +131,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dweight: Tensor | None = None
         for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
             logits = x_chunk @ head.T
-            loss, dlogits = _chunk_loss(logits, target_chunk, softcap, vocab_size, with_gradient=True)
+            loss, dlogits = _chunk_loss(logits, target_chunk, softcap, vocab_size, fused, with_gradient=True)
             del logits
             losses.append(loss.sum())
             if wants_dx:
@@ -144,14 +150,42 @@ class _ChunkedLoss(torch.autograd.Function):
         return (
             None if dx is None else _scaled(dx, grad_output),
             None if dweight is None else _scaled(dweight, grad_output),
-            *[None] * 6,
+            *[None] * 7,
         )
 
 
+def fused_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    reduction: Reduction = "sum",
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """`chunked_loss` by the kernel of model/kernels/softcap_loss.py."""
+    return chunked_loss(x, weight, targets, softcap, vocab_size, reduction, chunk_tokens, fused=True)
+
+
+def can_fuse(softcap: float | None, device: torch.device) -> bool:
+    return (
+        softcap_loss.triton is not None
+        and device.type == "cuda"
+        and bool(softcap)
+        and cast(float, softcap) <= LARGEST_UNSHIFTED_SOFTCAP
+    )
+
+
 def _chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float | None, vocab_size: int, with_gradient: bool
+    logits: Tensor, targets: Tensor, softcap: float | None, vocab_size: int, fused: bool, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """From (n, V) logits, not yet capped: each row's loss, and the gradient of their sum in the logits' dtype."""
+    """From (n, V) logits, not yet capped: each row's loss, and the gradient of their sum in the logits' dtype.
+
+    Fused, the gradient takes the place of the logits.
+    """
+    if fused:
+        assert softcap is not None
+        return softcap_loss.softcap_loss(logits, targets, softcap, vocab_size, with_gradient), logits
     z = logits.to(_wide(logits.dtype))
     at_target = z.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
     if softcap:

@@ -31,14 +31,21 @@ def adamw_update_(
     beta2: Tensor,
     correction1: Tensor,  # 1 - beta1^t at the t-th update
     correction2: Tensor,
+    wanted: Tensor | None = None,
 ) -> None:
     """One update of every parameter of a group, in place: compiled, one kernel for each."""
+
+    def put(into: Tensor, new: Tensor) -> None:
+        into.copy_(new if wanted is None else torch.where(wanted, new, into))
+
     for param, grad, first, second in zip(params, grads, first_moments, second_moments, strict=True):
         weight, grad = param.to(first.dtype), grad.to(first.dtype)
-        first.mul_(beta1).add_((1 - beta1) * grad)
-        second.mul_(beta2).add_((1 - beta2) * grad.square())
-        update = (first / correction1) / ((second / correction2).sqrt() + EPSILON)
-        param.copy_((1 - rate * decay) * weight - rate * update)
+        new_first = beta1 * first + (1 - beta1) * grad
+        new_second = beta2 * second + (1 - beta2) * grad.square()
+        update = (new_first / correction1) / ((new_second / correction2).sqrt() + EPSILON)
+        put(param, ((1 - rate * decay) * weight - rate * update).to(param.dtype))
+        put(first, new_first)
+        put(second, new_second)
 
 
 class AdamWGroup:
@@ -54,11 +61,11 @@ class AdamWGroup:
         self.second = [torch.zeros_like(moment) for moment in self.first]
         self.scalars = Scalars(group, 6)
 
-    def step(self, grads: list[Tensor], rates: Rates, updates: int) -> None:
+    def step(self, grads: list[Tensor], rates: Rates, updates: int, wanted: Tensor | None = None) -> None:
         group, (beta1, beta2) = self.group, self.betas
         rate = group.rate * rates.rate_scale
         scalars = self.scalars.set(rate, group.decay, beta1, beta2, 1 - beta1**updates, 1 - beta2**updates)
-        self.update(list(group.params), grads, self.first, self.second, *scalars)
+        self.update(list(group.params), grads, self.first, self.second, *scalars, wanted)
 
     def state(self) -> dict[str, Tensor]:
         moments = {"first_moment": self.first, "second_moment": self.second}

@@ -13,7 +13,7 @@ One update, for a stack of matrices of one shape:
     decay        towards zero, cautiously: only those entries that the update moves towards zero as well
 
 All matrices of one shape are updated by one call, and one compiled graph. The hyperparameters go in as 0-D
-tensors on the CPU: the graph reads their values when it runs, so a schedule never makes it compile again.
+tensors: the graph reads their values when it runs, so a schedule never makes it compile again.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanorun.config import OptimConfig
 from nanorun.optim.groups import Group, Scalars
-from nanorun.optim.orthogonal import ORTHOGONALIZERS
+from nanorun.optim.orthogonal import ORTHOGONALIZERS, matmul_dtype
 from nanorun.optim.schedules import Rates
 
 SMALLEST_MEAN_SQUARE = 1e-10  # a row that never moved is not blown up
@@ -39,23 +39,33 @@ def muon_update(
     mix: Tensor,  # how much of the momentum stays
     decay: Tensor,
     beta2: Tensor,
+    wanted: Tensor | None = None,  # 0-D; where false, all comes back as it was
     *,
     orthogonalize: str,
+    dtype: torch.dtype | None,
     nesterov: bool,
     cautious: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The new parameters, momentum and second moment. A pure function: nothing is changed in place."""
     weights, grads = params.to(momentum.dtype), grads.to(momentum.dtype)
+    before = params, momentum, second_moment
     momentum = mix * momentum + (1 - mix) * grads
     update = mix * momentum + (1 - mix) * grads if nesterov else momentum
-    update = ORTHOGONALIZERS[orthogonalize](update)
+    update = ORTHOGONALIZERS[orthogonalize](update, dtype=dtype)
     if second_moment is not None:
         update, second_moment = even_out(update, second_moment, beta2)
     update = update * max(1.0, params.size(-2) / params.size(-1)) ** 0.5
     pull = decay * weights
     if cautious:
         pull = pull * (update * weights >= 0)
-    return (weights - rate * (update + pull)).to(params.dtype), momentum, second_moment
+    after = (weights - rate * (update + pull)).to(params.dtype), momentum, second_moment
+    if wanted is None:
+        return after
+    return (
+        torch.where(wanted, after[0], before[0]),
+        torch.where(wanted, after[1], before[1]),
+        None if after[2] is None or before[2] is None else torch.where(wanted, after[2], before[2]),
+    )
 
 
 def even_out(update: Tensor, second_moment: Tensor, beta2: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,6 +95,7 @@ class MuonStack:
         self.scalars = Scalars(group, 4)
         self.switches: dict[str, Any] = {
             "orthogonalize": config.orthogonalize,
+            "dtype": matmul_dtype(group.params[0]),
             "nesterov": config.nesterov,
             "cautious": config.cautious_decay,
         }
@@ -96,7 +107,7 @@ class MuonStack:
             shape[_shorter(matrix.shape)] = 1
             self.second_moment = self.momentum.new_zeros(shape)
 
-    def step(self, grads: list[Tensor], rates: Rates, updates: int) -> None:
+    def step(self, grads: list[Tensor], rates: Rates, updates: int, wanted: Tensor | None = None) -> None:
         group = self.group
         params: list[Tensor] = list(group.params)
         rate, decay = group.rate * rates.rate_scale, group.decay * rates.decay_scale
@@ -106,6 +117,7 @@ class MuonStack:
             self.momentum,
             self.second_moment,
             *self.scalars.set(rate, rates.momentum, decay, self.beta2),
+            wanted,
             **self.switches,
         )
         torch._foreach_copy_(params, new.unbind())

@@ -45,11 +45,20 @@ class Optimizer:
             raise ValueError("fp64 parameters cannot be trained compiled: use compiled=False, or fp32")
 
     @torch.no_grad()
-    def step(self, rates: Rates) -> None:
+    def step(self, rates: Rates, wanted: Tensor | None = None) -> None:
+        """One update. `wanted` is a 0-D bool on the device: where it is false, nothing changes.
+
+        So a doubtful update can be launched before the host knows whether it will count; once it knows that it
+        did not, it says so by `take_back`.
+        """
         gradients = [unit.group.gradients() for unit in self.units]  # all, or nothing is changed
         self.updates += 1
         for unit, grads in zip(self.units, gradients, strict=True):
-            unit.step(grads, rates, self.updates)
+            unit.step(grads, rates, self.updates, wanted)
+
+    def take_back(self) -> None:
+        """The last update was not wanted: it changed nothing and is not counted."""
+        self.updates -= 1
 
     def zero_grad(self, keep_buffers: bool = False) -> None:
         """Forget the gradients; `keep_buffers` zeroes them where they are, for what holds on to their memory."""
@@ -61,9 +70,15 @@ class Optimizer:
                 param.grad = None
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None = None) -> Tensor:
-        """The norm of all gradients together, as they came; above `max_norm` they are scaled down to it."""
-        norm = torch.nn.utils.get_total_norm(self._gradients())
+    def clip(self, max_norm: float | None = None, loss_scale: float = 1.0) -> Tensor:
+        """The norm of all gradients together, as they came; above `max_norm` they are scaled down to it.
+
+        `loss_scale` is what the loss was multiplied by: the gradients are divided by it first.
+        """
+        grads = self._gradients()
+        if loss_scale != 1.0:
+            torch._foreach_mul_(grads, 1 / loss_scale)
+        norm = torch.nn.utils.get_total_norm(grads)
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, norm)
         return norm

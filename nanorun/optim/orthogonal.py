@@ -43,7 +43,7 @@ def polar_svd(x: Tensor) -> Tensor:
 def polar_express(x: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
     """Near-orthogonal matrices (..., rows, cols), in the dtype of x; steps after the fifth repeat the fifth.
 
-    The products run in `dtype`: bf16 on CUDA and the dtype of x elsewhere unless given.
+    The products run in `dtype`, by default that of x.
     """
     schedule = islice(chain(POLAR_EXPRESS, repeat(POLAR_EXPRESS[-1])), steps)
     return _iterate(x, list(schedule), POLAR_EXPRESS_MARGIN, dtype)
@@ -57,11 +57,17 @@ def newton_schulz(x: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -
 ORTHOGONALIZERS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
 
 
+def matmul_dtype(matrix: Tensor) -> torch.dtype | None:
+    """What the products of such a matrix are best made in: 16 bits on a GPU, whose rounding does not matter here."""
+    if not matrix.is_cuda:
+        return None
+    return torch.bfloat16 if torch.cuda.get_device_capability(matrix.device)[0] >= 8 else torch.float16
+
+
 def _iterate(
     x: Tensor, coefficients: list[tuple[float, float, float]], margin: float, dtype: torch.dtype | None
 ) -> Tensor:
-    if dtype is None:
-        dtype = torch.bfloat16 if x.is_cuda else x.dtype
+    dtype = dtype or x.dtype
     tall = x.size(-2) > x.size(-1)
     # No singular value exceeds the Frobenius norm. A matrix of zeros stays zeros.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)

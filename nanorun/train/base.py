@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,10 +30,13 @@ from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import checkpoint, loop
+from nanorun.train.guard import LossScale
 from nanorun.train.track import Tracker, require
 
 GPU_MICRO_TOKENS = 32_768  # fills an H200 at d12 (560k tokens/s in 16 GiB; 65,536: 554k in 27)
 CPU_MICRO_TOKENS = 4_096  # about what stays in a CPU's caches
+
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Options:
     fresh: bool = False
     device_batch: int | None = None  # rows of a micro-batch
     backend: Backend = "auto"
+    dtype: Dtype = "auto"
     compile: bool = True  # on CUDA
     deterministic: bool = False
     track: str | None = None
@@ -105,7 +109,11 @@ def override(config: Config, model: dict[str, Any], train: dict[str, Any], **nam
 def train_base(config: Config, options: Options) -> dict[str, Any]:
     """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
     name = options.name or f"base-d{config.model.depth}"
-    choose_backends(config.model, torch.device(hardware.detect().device), options.backend)
+    if options.deterministic:
+        make_deterministic()
+    choose_backends(
+        config.model, torch.device(hardware.detect().device), options.backend
+    )  # or say what is wrong
     open_tokenizer(config.tokenizer), open_dataset(config.data)
     if options.track:
         require(options.track)
@@ -168,7 +176,7 @@ def assemble(
     """The parts of a run, fresh or as a checkpoint left them."""
     machine = hardware.detect()
     device = torch.device(machine.device)
-    dtype = compute_dtype(machine)
+    dtype = compute_dtype(machine, options.dtype)
     if options.deterministic:
         make_deterministic()
     dataset, tokenizer = open_dataset(config.data), open_tokenizer(config.tokenizer)
@@ -177,9 +185,9 @@ def assemble(
             f"Tokenizer '{tokenizer.name}' has {tokenizer.vocab_size} tokens and the run {config.model.vocab_size}: "
             "it is not the one the run began with."
         )
-    backends = choose_backends(config.model, device, options.backend)
-    model = build(config.model, device, dtype, backends, config.train.seed)
     compiled = options.compile and device.type == "cuda"
+    backends = choose_backends(config.model, device, options.backend, dtype, compiled)
+    model = build(config.model, device, dtype, backends, config.train.seed)
     forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
     groups = group_parameters(model.named_parameters(), config.optim)
     optimizer = Optimizer(groups, config.optim, compiled=compiled)
@@ -196,6 +204,7 @@ def assemble(
         order=order,
         state=found.state["loader"] if found is not None else None,
         pin_memory=device.type == "cuda",
+        ahead=2 * (per_step // rows),  # the next step's are ready when this one ends
     )
     gpu = hardware.find_gpu(machine.name) if device.type == "cuda" else None
     training = loop.Training(
@@ -209,6 +218,7 @@ def assemble(
         device,
         micro_steps=per_step // rows,
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
+        scale=LossScale(dtype == torch.float16),
         tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,
     )
     if found is not None:
@@ -218,9 +228,14 @@ def assemble(
     return training
 
 
-def compute_dtype(machine: hardware.Hardware) -> torch.dtype:
-    """bf16 where a GPU has it in hardware. CPUs train the small models in fp32, which is exact and as fast."""
-    return torch.bfloat16 if machine.device == "cuda" and machine.native_bf16 else torch.float32
+def compute_dtype(machine: hardware.Hardware, wanted: Dtype = "auto") -> torch.dtype:
+    """What activations are in: bf16 where a GPU has it in hardware, else fp16 with a scaled loss. CPUs train the
+    small models in fp32, which is exact and as fast, and so does Apple's GPU."""
+    if wanted != "auto":
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
+    if machine.device != "cuda":
+        return torch.float32
+    return torch.bfloat16 if machine.native_bf16 else torch.float16
 
 
 def make_deterministic() -> None:
@@ -286,6 +301,7 @@ def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[
     last_eval = next(r for r in reversed(records) if r["kind"] == "eval")
     speeds = sorted(r["tokens_per_s"] for r in steps[min(10, len(steps) // 2) :])
     speed = speeds[len(speeds) // 2]
+    t.model.use_backend("sdpa")  # every length is another shape, which compiled kernels do not like
     samples = sample(
         t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
     )

@@ -3,8 +3,9 @@
 `StopSignals` turns Ctrl-C and SIGTERM into a flag that the loop reads between two steps, so that a run
 ends with a checkpoint and not in the middle of an update.
 
-`Guard` judges every step by its loss and gradient norm, before the update is applied. A step with NaN, or
-with a norm or loss far above what the run has seen lately, is skipped: its update is not applied. Several
+`Guard` judges every step by its loss and gradient norm. A step with NaN, or with a norm or loss far above
+what the run has seen lately, is skipped: its update is not applied. Its `limits` are known before the step, so
+a device can decide by itself, without a wait, and `judge` then comes to the same answer. Several
 losses in a row that are bad mean that the weights themselves have gone wrong, so the run goes back to its last
 checkpoint; if going back does not help either, the run ends and says what is likely. The guard sees two
 numbers a step: it does not notice a slow drift, a wrong dataset, or damage smaller than its thresholds.
@@ -17,6 +18,7 @@ import math
 import os
 import signal
 import statistics
+import struct
 import sys
 import threading
 from collections import deque
@@ -30,6 +32,7 @@ from nanorun import console
 from nanorun.errors import UserError
 
 Verdict = Literal["ok", "skip", "rollback"]
+LARGEST = 3.4028234663852886e38  # of float32
 
 
 class StopSignals:
@@ -104,15 +107,30 @@ class Guard:
         self._rollbacks = 0  # without progress
         self._trouble = 0  # the furthest position that sent us back
 
+    def limits(self) -> tuple[float, float]:
+        """The largest loss and gradient norm with which `judge` will say "ok" to the next step.
+
+        Both are float32 numbers, so that a device that compares in float32 comes to the same answer.
+        """
+        loss = norm = LARGEST
+        if len(self._losses) >= self.warmup:
+            middle, room = self._usual_loss()
+            loss = middle + room
+        if len(self._norms) >= self.warmup and self._spikes_in_a_row + 1 < self.patience:
+            usual = statistics.median(self._norms)
+            norm = self.factor * usual if usual > 0 else LARGEST
+        return _float32(loss), _float32(norm)
+
     def judge(self, loss: float, grad_norm: float) -> Verdict:
+        largest_loss, largest_norm = self.limits()
         self._position += 1
-        self.reason = self._find_fault(loss, grad_norm)
+        self.reason = self._find_fault(loss, grad_norm, largest_loss)
         if not self.reason and self._spikes(grad_norm):
             # One large gradient is an accident of the batch. Several in a row, with a loss as usual, are how
             # the run is now: they are remembered, so that what is usual follows, and no longer skipped.
             self._norms.append(float(grad_norm))
             self._spikes_in_a_row += 1
-            if self._spikes_in_a_row < self.patience:
+            if grad_norm > largest_norm:
                 usual = statistics.median(self._norms)
                 times = grad_norm / usual
                 self.reason = f"the gradient norm is {grad_norm:.3g}, {times:.0f} times the usual {usual:.3g}"
@@ -170,23 +188,59 @@ class Guard:
         self.skips, self._rollbacks, self._trouble = state["skips"], state["rollbacks"], state["trouble"]
 
     def _spikes(self, grad_norm: float) -> bool:
-        return (
-            len(self._norms) >= self.warmup and grad_norm > self.factor * statistics.median(self._norms) > 0
-        )
+        usual = statistics.median(self._norms) if len(self._norms) >= self.warmup else 0.0
+        return usual > 0 and grad_norm > _float32(self.factor * usual)
 
-    def _find_fault(self, loss: float, grad_norm: float) -> str:
+    def _usual_loss(self) -> tuple[float, float]:
+        """The median of late, and how far above it a loss may lie."""
+        middle = statistics.median(self._losses)
+        spread = statistics.median(abs(past - middle) for past in self._losses)
+        return middle, max(self.loss_spread * spread, self.loss_share * abs(middle), self.loss_share)
+
+    def _find_fault(self, loss: float, grad_norm: float, largest_loss: float) -> str:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):
             return f"the gradient norm is {grad_norm}"
-        if len(self._losses) < self.warmup:
-            return ""
-        middle = statistics.median(self._losses)
-        spread = statistics.median(abs(past - middle) for past in self._losses)
-        room = max(self.loss_spread * spread, self.loss_share * abs(middle), self.loss_share)
-        if loss - middle > room:
-            return f"the loss is {loss:.4g}, far above the usual {middle:.4g}"
+        if loss > largest_loss:
+            return f"the loss is {loss:.4g}, far above the usual {statistics.median(self._losses):.4g}"
         return ""
+
+
+def _float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", min(value, LARGEST)))[0]
+
+
+class LossScale:
+    """For fp16, whose small numbers vanish: the loss is multiplied by a power of two, the gradients divided by it.
+
+    The scale is halved when the gradients overflow (that step is skipped, and is no sign of trouble) and
+    doubled after `patience` steps without. In other dtypes it stays 1.
+    """
+
+    def __init__(self, active: bool, patience: int = 500) -> None:
+        self.active, self.patience = active, patience
+        self.scale = 2.0**16 if active else 1.0
+        self._good = 0
+
+    def overflowed(self, loss: float, grad_norm: float) -> bool:
+        """Looks at a step's numbers: whether its update is to be forgotten for no other reason than the scale."""
+        if not self.active:
+            return False
+        if math.isfinite(loss) and not math.isfinite(grad_norm) and self.scale > 1:
+            self.scale, self._good = self.scale / 2, 0
+            return True
+        self._good += 1
+        if self._good >= self.patience:
+            self.scale, self._good = min(self.scale * 2, 2.0**24), 0
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good": self._good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.active:
+            self.scale, self._good = state["scale"], state["good"]
 
 
 @dataclass(frozen=True)

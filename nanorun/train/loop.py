@@ -1,11 +1,12 @@
 """One training step, and the loop around it. Every stage (base, sft) trains through here.
 
-    batches of this step  →  loss and gradients, micro-batch by micro-batch  →  a look at them (guard)
-    →  update of the weights (optimizer)  →  log, and when due: save, evaluate
+    batches of this step  →  loss and gradients, micro-batch by micro-batch  →  update of the weights
+    (optimizer), unless loss or gradients look wrong (guard)  →  log, and when due: save, evaluate
 
 The loss of a step is the sum over its tokens divided by how many are trained in the whole step, over all
 micro-batches and ranks, so that cutting the step up differently changes nothing. The device is waited for
-once a step, for the two numbers that the guard looks at.
+once, at the end of a step, for its loss and gradient norm: whether the update counts is decided on the device,
+by limits that the guard sets before.
 """
 
 import time
@@ -25,7 +26,7 @@ from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import Run
 from nanorun.train import checkpoint
-from nanorun.train.guard import Guard, SpeedWatch, StopSignals, Verdict
+from nanorun.train.guard import Guard, LossScale, SpeedWatch, StopSignals, Verdict
 from nanorun.train.track import Tracker
 
 
@@ -44,6 +45,7 @@ class Training:
     micro_steps: int  # batches of the loader that make one step
     peak_flops: float | None = None  # of the device, for MFU
     guard: Guard = field(default_factory=Guard)
+    scale: LossScale = field(default_factory=lambda: LossScale(False))
     step: int = 0  # updates done
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
@@ -79,15 +81,18 @@ def train_step(t: Training) -> Step:
     total = torch.zeros((), device=t.device)
     for batch in batches:
         loss = t.forward(*to_device(batch, t.device, t.config.model.document_mask)) / trained
-        loss.backward()
+        (loss * t.scale.scale).backward()
         total += loss.detach()
-    norm = t.optimizer.clip(t.config.optim.clip)
+    norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
+    largest_loss, largest_norm = t.guard.limits()
+    t.optimizer.step(rates, wanted=(total <= largest_loss) & (norm <= largest_norm))
+    t.optimizer.zero_grad()
 
     loss_now, norm_now = torch.stack([total.float(), norm.float()]).tolist()
-    verdict = t.guard.judge(loss_now, norm_now)
-    if verdict == "ok":
-        t.optimizer.step(rates)
-    t.optimizer.zero_grad()
+    overflow = t.scale.overflowed(loss_now, norm_now)
+    verdict: Verdict = "skip" if overflow else t.guard.judge(loss_now, norm_now)
+    if verdict != "ok":
+        t.optimizer.take_back()
     t.step += 1
     t.tokens += trained
     seconds = time.perf_counter() - start
@@ -181,6 +186,7 @@ def save(t: Training) -> None:
         "rows": t.loader.rows,
         "loader": t.loader.state(),
         "guard": t.guard.state_dict(),
+        "scale": t.scale.state_dict(),
     }
     folder = t.run.checkpoints
     try:
@@ -201,6 +207,7 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     checkpoint.restore_rng({n[4:]: s for n, s in found.optimizer.items() if n.startswith("rng.")})
     t.tokens, t.seconds = found.state["tokens"], found.state["seconds"]
     t.guard.load_state_dict(found.state["guard"])
+    t.scale.load_state_dict(found.state["scale"])
 
 
 def load_weights(t: Training, found: checkpoint.Checkpoint) -> None:

@@ -8,7 +8,9 @@ import torch
 from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import attend, choose_backends
 from nanorun.model.gpt import build
-from nanorun.model.loss import chunked_loss, plain_loss
+from nanorun.model.kernels import flash
+from nanorun.model.kernels.softcap_loss import softcap_loss
+from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -27,16 +29,18 @@ def relative_error(fast, truth):
 
 
 @pytest.mark.parametrize("window", [128, 300, 1000])
-@pytest.mark.parametrize("backend", ["flex", "cudnn", "sdpa"])
+@pytest.mark.parametrize("backend", ["flash", "flex", "cudnn", "sdpa"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_attention_backends_agree_with_the_definition_in_float64(backend, window, kv_heads):
     length, dim = 1000, 128
     if backend == "cudnn" and window < length:
         pytest.skip("cuDNN takes the full window only")
+    if backend == "flash" and not flash.works(torch.device("cuda", 0), dim):
+        pytest.skip("flash-attn-4 is not installed or does not run here")
     shapes = [(2, length, 4, dim), (2, length, kv_heads, dim), (2, length, kv_heads, dim)]
     q, k, v = leaves(*shapes, dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    call = torch.compile(attend, dynamic=False) if backend == "flex" else attend
+    call = torch.compile(attend, dynamic=False, fullgraph=True) if backend in ("flex", "flash") else attend
     outs = [call(q, k, v, window, backend), attend(*exact, window, "plain")]
     weight = torch.linspace(-1, 1, outs[0].numel(), device="cuda").view_as(outs[0])
     for out in outs:
@@ -53,8 +57,24 @@ def test_documents_are_masked_by_flex_as_by_the_definition():
     torch.testing.assert_close(fast, attend(q, k, v, 200, "plain", docs), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("vocab", [(97, 128), (32768, 32768), (50257, 50304)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_loss_kernel_agrees_with_float64_row_by_row(vocab, dtype):
+    size, padded = vocab
+    logits = (torch.randn(65, padded, device="cuda") * 6).to(dtype)
+    targets = torch.randint(-1, size, (65,), device="cuda")
+    losses, gradient = _chunk_loss(logits.double(), targets, 15.0, size, fused=False, with_gradient=True)
+    fast = softcap_loss(logits, targets, 15.0, size, True)
+    rounding = 1e-5 if dtype == torch.float32 else 5e-3
+    assert relative_error(fast, losses) < rounding
+    assert relative_error(logits, gradient) < rounding
+    assert logits[targets == -1].eq(0).all()
+    assert logits[:, size:].eq(0).all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rows", [1000, 4096])
-def test_the_compiled_chunked_loss_agrees_with_float64(rows):
+def test_the_compiled_chunked_loss_agrees_with_float64(rows, fused):
     x, weight = leaves((rows, 256), (1024, 256), dtype=torch.float32)
     with torch.no_grad():
         weight *= 0.1
@@ -62,7 +82,7 @@ def test_the_compiled_chunked_loss_agrees_with_float64(rows):
     low = x.detach().bfloat16().requires_grad_()
     exact = [low.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
     fast = torch.compile(chunked_loss, dynamic=False, fullgraph=True)(
-        low, weight, targets, 15.0, 1000, "sum", 512
+        low, weight, targets, 15.0, 1000, "sum", 512, fused
     )
     truth = plain_loss(exact[0], exact[1], targets, 15.0, 1000)
     fast.backward()

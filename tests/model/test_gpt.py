@@ -109,6 +109,19 @@ def test_recomputation_changes_no_gradient():
         torch.testing.assert_close(kept, computed)
 
 
+def test_one_matmul_for_queries_keys_and_values_changes_no_gradient():
+    tokens, targets = batch(tiny())
+    results = []
+    for fused in (False, True):
+        model = grown(tiny(fused_qkv=fused)).double()
+        model.dtype = torch.float64
+        total = model(tokens, targets)
+        total.backward()
+        results.append([total, *(p.grad for p in model.parameters())])
+    for one, three in zip(*results, strict=True):
+        torch.testing.assert_close(one, three)
+
+
 def test_gradients_are_those_of_the_plain_loss_and_plain_attention():
     config = tiny()
     tokens, targets = batch(config)

@@ -124,6 +124,26 @@ def test_a_stack_of_matrices_follows_the_plain_loop(variant, shape):
         torch.testing.assert_close(matrix.detach(), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_an_update_that_is_not_wanted_changes_nothing_and_is_not_counted():
+    twice, once = model_parameters(), model_parameters()
+    optimizers = [
+        Optimizer(group_parameters(p.items(), CONFIG), CONFIG, compiled=False) for p in (twice, once)
+    ]
+    for step in range(3):
+        set_gradients(twice, step)
+        set_gradients(once, step)
+        optimizers[1].step(rates(step, 4, CONFIG))
+        optimizers[0].step(rates(step, 4, CONFIG), wanted=torch.tensor(True))
+        for param in twice.values():
+            param.grad = torch.full_like(param, float("nan"))
+        optimizers[0].step(rates(step, 4, CONFIG), wanted=torch.tensor(False))
+        optimizers[0].take_back()
+    for name in once:
+        assert torch.equal(twice[name], once[name]), name
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
 def test_a_stack_moves_as_its_matrices_would_alone():
     together, alone = model_parameters(), model_parameters()
     matrices = [name for name in together if ".mlp." in name or ".attention.q" in name]
@@ -171,7 +191,7 @@ def test_cautious_decay_shrinks_only_what_the_update_shrinks_too():
     def after(decay: float, cautious: bool = True) -> Tensor:
         scalars = [torch.tensor(value, dtype=torch.float64) for value in (0.1, 0.9, decay, 0.9)]
         switches = {"orthogonalize": "polar_express", "nesterov": True, "cautious": cautious}
-        return muon_update(params, grads, zeros, None, *scalars, **switches)[0]
+        return muon_update(params, grads, zeros, None, *scalars, dtype=None, **switches)[0]
 
     shrinks = (params - after(0.0)) * params >= 0  # without decay the update alone moves it towards zero
     assert 0.2 < shrinks.double().mean() < 0.8

@@ -10,11 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanorun.errors import UserError
-from nanorun.train.guard import Guard, Machine, SpeedWatch, StopSignals, look_at_machine
+from nanorun.train.guard import Guard, LossScale, Machine, SpeedWatch, StopSignals, look_at_machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -273,3 +274,36 @@ def test_the_machine_can_be_looked_at_anywhere():
     machine = look_at_machine()
     assert machine.cores == os.cpu_count()
     assert machine.load is not None
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.floats(0.5, 50, width=32) | st.sampled_from([math.nan, math.inf]),
+            st.floats(2**-10, 1000, width=32) | st.sampled_from([math.nan, math.inf]),
+        ),
+        max_size=120,
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_the_limits_told_before_a_step_are_those_of_the_verdict_after_it(steps):
+    guard = Guard(warmup=5, window=20, max_rollbacks=10**6)
+    for loss, norm in steps:
+        largest_loss, largest_norm = guard.limits()
+        on_device = bool((torch.tensor(loss) <= largest_loss) & (torch.tensor(norm) <= largest_norm))
+        assert on_device == (guard.judge(loss, norm) == "ok")
+
+
+def test_the_loss_scale_falls_at_overflow_and_rises_after_quiet_steps():
+    scale = LossScale(active=True, patience=3)
+    assert scale.overflowed(2.0, math.inf)
+    assert scale.overflowed(2.0, math.nan)
+    assert scale.scale == 2.0**14
+    assert [scale.overflowed(2.0, 1.0) for _ in range(3)] == [False] * 3
+    assert scale.scale == 2.0**15
+    assert not scale.overflowed(math.nan, math.nan), "a loss that is no number is not the scale's fault"
+    again = LossScale(active=True)
+    again.load_state_dict(scale.state_dict())
+    assert again.state_dict() == scale.state_dict()
+    assert LossScale(active=False).scale == 1.0
+    assert not LossScale(active=False).overflowed(1.0, math.inf)

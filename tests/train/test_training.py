@@ -19,7 +19,7 @@ from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_mode
 from nanorun.data.get import make_sample
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
-from nanorun.runs import read_metrics
+from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, checkpoint, loop
 from nanorun.train.base import Options, train_base
@@ -243,10 +243,32 @@ class Spike:
 
 
 def assembled(config: Config, name: str) -> loop.Training:
-    from nanorun.runs import Run
-
     run = Run.open(name, config.to_dict(), fresh=True)
     return base.assemble(config, run, Options(device_batch=8), None)
+
+
+def test_fp16_with_a_scaled_loss_learns_as_fp32_does_and_goes_on_with_its_scale(world):
+    losses = {}
+    for dtype in ("fp32", "fp16"):
+        train_base(tiny(6), Options(name=dtype, fresh=True, dtype=dtype, samples=1))
+        losses[dtype] = [r["loss"] for r in read_metrics(world / "runs" / dtype) if r["kind"] == "step"]
+    assert losses["fp16"][:3] == pytest.approx(losses["fp32"][:3], rel=5e-3)
+    assert losses["fp16"][-1] < losses["fp16"][0] - 0.3
+    found = checkpoint.load_newest(world / "runs" / "fp16" / "checkpoints")
+    assert found.state["scale"]["scale"] == 2.0**16
+
+
+def test_gradients_that_overflow_fp16_halve_the_scale_and_cost_one_step(world):
+    config = tiny()
+    t = base.assemble(config, Run.open("overflow", config.to_dict(), fresh=True), Options(dtype="fp16"), None)
+    t.scale.scale = 2.0**32
+    with t.loader, t.run:
+        verdicts = [loop.train_step(t).verdict for _ in range(24)]
+    assert verdicts[0] == "skip"
+    assert verdicts[-1] == "ok"
+    assert t.guard.skips == 0
+    assert t.optimizer.updates == verdicts.count("ok")
+    assert all(torch.isfinite(p).all() for p in t.model.parameters())
 
 
 def test_a_step_that_is_not_a_number_is_skipped_and_counted(world):
