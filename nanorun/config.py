@@ -46,6 +46,7 @@ class ModelConfig:
     document_mask: bool = False  # attention stays inside documents, positions restart
     recompute: bool = False  # activations of a block are computed again instead of kept
     fused_qkv: bool = True  # one matmul for queries, keys and values
+    fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
 
     def __post_init__(self) -> None:

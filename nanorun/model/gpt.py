@@ -17,7 +17,6 @@ Weights are fp32 masters; activations are in the dtype given to `GPT` and weight
 used. The model knows nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
 """
 
-from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, window_blocks
+from nanorun.model.kernels import kernels_run_on, rope_norm
 from nanorun.model.loss import can_fuse, chunked_loss, fused_loss, plain_loss
 
 
@@ -46,9 +46,12 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend, kernels: bool) -> None:
         super().__init__()
         self.config, self.backend = config, backend
+        self.fused_rope = (
+            kernels and config.fused_rope and config.fused_qkv and rope_norm.fits(config.head_dim)
+        )
         self.window = config.window(layer)
         self.blocks: BlockMask | None = None
         kv_dim = config.kv_heads * config.head_dim
@@ -65,24 +68,30 @@ class Attention(nn.Module):
     ) -> Tensor:
         batch, time, _ = x.shape
         config = self.config
-        q, k, v = self._project(x)
-        q = q.view(batch, time, config.heads, config.head_dim)
-        k = k.view(batch, time, config.kv_heads, config.head_dim)
-        v = v.view(batch, time, config.kv_heads, config.head_dim)
+        q, k, v = self._fused_heads(x, rope) if self.fused_rope else self._heads(x, rope)
         if value is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
             v = v + gate.unsqueeze(-1) * value.view_as(v)
-        q = norm(rotate(q, rope)) * config.qk_gain
-        k = norm(rotate(k, rope)) * config.qk_gain
         mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
         return self.out(mixed.reshape(batch, time, config.dim))
 
-    def _project(self, x: Tensor) -> Sequence[Tensor]:
+    def _heads(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned to their positions and normed, and values: (B, T, heads, head_dim)."""
         parts = (self.q, self.k, self.v)
-        if not self.config.fused_qkv:
-            return [part(x) for part in parts]
-        weight = torch.cat([part.weight for part in parts]).to(x.dtype)
-        return F.linear(x, weight).split([part.out_features for part in parts], dim=-1)
+        if self.config.fused_qkv:
+            mixed = F.linear(x, self._qkv(x.dtype)).split([part.out_features for part in parts], dim=-1)
+        else:
+            mixed = tuple(part(x) for part in parts)
+        q, k, v = (each.unflatten(-1, (-1, self.config.head_dim)) for each in mixed)
+        return norm(rotate(q, rope)) * self.config.qk_gain, norm(rotate(k, rope)) * self.config.qk_gain, v
+
+    def _fused_heads(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        config, (cos, sin) = self.config, (table.squeeze(-2) for table in rope)
+        mixed = F.linear(x, self._qkv(x.dtype))
+        return rope_norm.rope_norm(mixed, cos, sin, config.heads, config.kv_heads, config.qk_gain)
+
+    def _qkv(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(dtype)
 
 
 class MLP(nn.Module):
@@ -96,9 +105,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend, kernels: bool) -> None:
         super().__init__()
-        self.attention = Attention(config, layer, backend)
+        self.attention = Attention(config, layer, backend, kernels)
         self.mlp = MLP(config)
 
     def forward(
@@ -109,7 +118,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Build on the meta device, then `to_empty(device=...)` and `init_weights()`: no memory is used twice."""
+    """Build on the meta device, then `to_empty(device=...)` and `init_weights()`: no memory is used twice.
+
+    `kernels` lets it use those of model/kernels/, where the configuration wants them.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -119,11 +131,14 @@ class GPT(nn.Module):
         config: ModelConfig,
         backends: tuple[Backend, ...] | None = None,
         dtype: torch.dtype = torch.float32,
-        loss: Literal["fused", "chunked", "plain"] = "chunked",
+        loss: Literal["chunked", "plain"] = "chunked",
+        kernels: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self._loss = {"fused": fused_loss, "chunked": chunked_loss, "plain": plain_loss}[loss]
+        self._loss = chunked_loss if loss == "chunked" else plain_loss
+        if kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap):
+            self._loss = fused_loss
         backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = nn.Embedding(vocab, config.dim)
@@ -134,7 +149,7 @@ class GPT(nn.Module):
                 if config.has_value_embedding(i)
             }
         )
-        self.blocks = nn.ModuleList(Block(config, i, backends[i]) for i in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, i, backends[i], kernels) for i in range(config.depth))
         self.head = Linear(config.dim, vocab)
         if config.residual_scalars:
             self.lambdas = nn.Parameter(torch.empty(config.depth))
@@ -291,7 +306,6 @@ def empty(
     backends: tuple[Backend, ...] | None = None,
 ) -> GPT:
     """A model on the device whose weights are yet to be made or loaded."""
-    fused = config.fused_loss and can_fuse(config.softcap, device)
     with torch.device("meta"):
-        model = GPT(config, backends, dtype, "fused" if fused else "chunked")
+        model = GPT(config, backends, dtype, kernels=kernels_run_on(device))
     return model.to_empty(device=device)

@@ -26,7 +26,7 @@ one, and padding columns of the vocabulary are -inf before the exponential.
 is an error in `plain_loss` but may read a padding column in `chunked_loss`.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -167,13 +167,8 @@ def fused_loss(
     return chunked_loss(x, weight, targets, softcap, vocab_size, reduction, chunk_tokens, fused=True)
 
 
-def can_fuse(softcap: float | None, device: torch.device) -> bool:
-    return (
-        softcap_loss.triton is not None
-        and device.type == "cuda"
-        and bool(softcap)
-        and cast(float, softcap) <= LARGEST_UNSHIFTED_SOFTCAP
-    )
+def can_fuse(softcap: float | None) -> bool:
+    return softcap is not None and 0 < softcap <= LARGEST_UNSHIFTED_SOFTCAP
 
 
 def _chunk_loss(

@@ -8,7 +8,7 @@ import torch
 from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import attend, choose_backends
 from nanorun.model.gpt import build
-from nanorun.model.kernels import flash
+from nanorun.model.kernels import flash, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss
 from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
 from nanorun.optim import schedules
@@ -55,6 +55,27 @@ def test_documents_are_masked_by_flex_as_by_the_definition():
     q, k, v = leaves(*[(2, 512, 2, 64)] * 3, dtype=torch.float32)
     fast = torch.compile(attend, dynamic=False)(q, k, v, 200, "flex", docs)
     torch.testing.assert_close(fast, attend(q, k, v, 200, "plain", docs), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(2, 100, 6, 6, 128), (1, 33, 4, 2, 64), (3, 17, 2, 1, 32)], ids=str)
+@pytest.mark.parametrize("own_angles", [False, True])
+def test_the_rope_kernel_agrees_with_float64_forward_and_backward(shape, own_angles):
+    batch, time, heads, kv_heads, dim = shape
+    (low,) = leaves((batch, time, (heads + 2 * kv_heads) * dim), dtype=torch.bfloat16)
+    exact = low.detach().double().requires_grad_()
+    angle = torch.randn(*((batch, time) if own_angles else (time,)), dim // 2, device="cuda")
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    fast = torch.compile(rope_norm.rope_norm, dynamic=False, fullgraph=True)(
+        low, cos, sin, heads, kv_heads, 1.2
+    )
+    # the norm's epsilon is that of the dtype: 2^-7 in bf16
+    truth = rope_norm.reference(exact, cos.double(), sin.double(), heads, kv_heads, 1.2, eps=2**-7)
+    for one, other in zip(fast, truth, strict=True):
+        assert relative_error(one, other) < 5e-3
+    weights = [torch.randn_like(out) for out in truth]
+    for outs in (fast, truth):
+        sum((out.double() * weight).sum() for out, weight in zip(outs, weights, strict=True)).backward()
+    assert relative_error(low.grad, exact.grad) < 1e-2
 
 
 @pytest.mark.parametrize("vocab", [(97, 128), (32768, 32768), (50257, 50304)], ids=str)

@@ -1,14 +1,14 @@
-"""Softcapped cross entropy of rows of logits and its gradient, in one pass over the logits on a GPU.
+"""Softcapped cross entropy of rows of logits and its gradient, in one kernel on a GPU.
 
 The head's logits are the largest tensor of a step, so the cost of the loss is the bytes it moves. One program
-takes one row: it reads the logits once, keeps their tanh in registers, sums the exponentials, and writes the
-gradient where the logits were. A compiler without this hint reads the row twice and writes it elsewhere.
+takes one row, in blocks, twice: first it sums the exponentials, then it writes the gradient where the logits
+were; the second time the row comes from the cache. (Holding the whole row in registers instead was slower on an
+H200: 0.41 ms for 8,192 rows of 32,768, against 0.33; what torch.compile makes of the plain code takes 0.61.)
 
     t = tanh(z/cap)      Σ = sum exp(cap·t)      loss = log Σ - cap·t[target]
     dz = (exp(cap·t)/Σ - onehot(target))·(1 - t²)
 
-A row that is too long for the registers of one program is walked in blocks, twice; the second time it comes
-from the cache. `_chunk_loss` in model/loss.py is the same in plain PyTorch, and the truth in tests.
+`_chunk_loss` in model/loss.py is the same in plain PyTorch, and the truth in tests.
 
 For 16-bit logits tanh is the GPU's own approximate instruction: its error (2⁻¹¹ of the value) is a quarter of
 the logits' rounding to bf16. Does not cover: no softcap, or one so large that the exponentials need a maximum
@@ -24,8 +24,7 @@ try:
 except ImportError:  # a CPU build of torch has no Triton
     triton = None
 
-WHOLE_ROW = 32_768  # columns that fit the registers of one program
-BLOCK = 8_192  # columns at a time in a longer row
+BLOCK = 8_192  # columns at a time
 
 if triton is not None:
 
@@ -38,39 +37,7 @@ if triton is not None:
         return 1 - 2 / (1 + tl.exp(2 * y))
 
     @triton.jit
-    def _row_in_registers(
-        logits,
-        targets,
-        losses,
-        softcap,
-        COLUMNS: tl.constexpr,
-        VOCAB: tl.constexpr,
-        BLOCK: tl.constexpr,
-        FAST: tl.constexpr,
-        GRADIENT: tl.constexpr,
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        target = tl.load(targets + row)
-        trained = target >= 0
-        inverse = 1.0 / softcap
-        column = tl.arange(0, BLOCK)
-        at = logits + row * COLUMNS + column
-        z_target = tl.load(logits + row * COLUMNS + tl.maximum(target, 0)).to(tl.float32)
-        z = tl.load(at, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
-        t = _tanh(z * inverse, FAST)
-        scale = softcap * 1.4426950408889634  # log2(e)
-        total = tl.sum(tl.where(column < VOCAB, tl.exp2(t * scale), 0.0), 0)
-        log2_total = tl.log2(total)
-        loss = log2_total * 0.6931471805599453 - softcap * _tanh(z_target * inverse, FAST)
-        tl.store(losses + row, tl.where(trained, loss, 0.0))
-        if GRADIENT:
-            p = tl.exp2(t * scale - log2_total)
-            dz = (p - tl.where(column == target, 1.0, 0.0)) * (1 - t * t)
-            dz = tl.where(trained & (column < VOCAB), dz, 0.0)
-            tl.store(at, dz.to(logits.dtype.element_ty), mask=column < COLUMNS)
-
-    @triton.jit
-    def _row_in_blocks(
+    def _row(
         logits,
         targets,
         losses,
@@ -111,20 +78,17 @@ def softcap_loss(logits: Tensor, targets: Tensor, softcap: float, vocab_size: in
     """The loss of each row of (n, V) logits, 0 where the target is -1; `gradient`: they become its gradient."""
     rows, columns = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
-    whole = columns <= WHOLE_ROW
-    block = triton.next_power_of_2(columns) if whole else BLOCK
-    kernel = _row_in_registers if whole else _row_in_blocks
-    kernel[(rows,)](
+    _row[(rows,)](
         logits,
         targets,
         losses,
         softcap,
         COLUMNS=columns,
         VOCAB=vocab_size,
-        BLOCK=block,
+        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
         FAST=logits.dtype != torch.float32 and logits.is_cuda,
         GRADIENT=gradient,
-        num_warps=max(4, min(32, block // 1024)),
+        num_warps=16 if columns >= BLOCK else 4,
     )
     return losses
 
