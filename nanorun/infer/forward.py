@@ -1,0 +1,161 @@
+"""The two functions at the heart of generation: `prefill` reads many tokens, `decode` one a row.
+
+Both push tokens through the same blocks as `model/gpt.py` and leave keys and values in the cache; they
+differ in what attention looks at.
+
+    prefill   chunks of some texts. A chunk sees what the cache holds of its text, and itself. A text may
+              come in chunks of any size: the result is that of reading it at once.
+    decode    one token for each of N rows, which say by device tensors where they belong. Nothing depends
+              on values on the host and all shapes are fixed, so a step can be captured as a CUDA graph.
+
+The rows of `decode` may be several tokens of one text: all keys are written before any query looks, and
+each row sees only up to its own position. That is how drafts are verified: N rows for N guesses, one pass.
+
+Nobody needs the logits of a prompt but those after its last token. So a prompt is read without its last
+token, which then is the first that is decoded: prefill has no head, and samples that share a prompt differ
+from their first decode step on.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanorun.infer.cache import Cache
+from nanorun.infer.ops import PLAIN, Ops
+from nanorun.infer.weights import Layer, Weights
+from nanorun.model.gpt import norm, rotate
+
+# Shapes: N rows or tokens, R texts, T tokens of a chunk, H heads, K kv heads, D head dimension.
+Attend = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
+
+
+def decode(
+    weights: Weights,
+    cache: Cache,
+    slots: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    ops: Ops = PLAIN,
+    longest: int | None = None,
+) -> Tensor:
+    """fp32 logits (N, vocabulary) after each token; its position is also how many tokens precede it.
+
+    `longest` bounds all positions + 1 where the host knows it; plain attention then reads less.
+    """
+    cache.tokens[slots, positions] = tokens
+    previous = cache.tokens[slots, (positions - 1).clamp(min=0)]
+    lengths, bound = positions + 1, longest or weights.config.context
+
+    def attend(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.write(i, slots, positions, k, v)
+        return ops.decode_attention(q, cache.k[i], cache.v[i], slots, lengths, layer.window, bound)
+
+    x = _blocks(weights, tokens, previous, positions, ops, attend)
+    z = ops.norm_linear(x, weights.head)[:, : weights.config.vocab_size].float()
+    cap = weights.config.softcap
+    return cap * torch.tanh(z / cap) if cap else z
+
+
+def prefill(
+    weights: Weights,
+    cache: Cache,
+    slots: Sequence[int],
+    chunks: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    ops: Ops = PLAIN,
+) -> None:
+    """Reads each chunk into its slot, which already holds the `start` tokens before it."""
+    device, time = weights.device, max(len(chunk) for chunk in chunks)
+    padded = [[*chunk, *([0] * (time - len(chunk)))] for chunk in chunks]
+    tokens = torch.tensor(padded, device=device)  # (R, T)
+    start, size = torch.tensor([list(starts), [len(chunk) for chunk in chunks]], device=device)[:, :, None]
+    step = torch.arange(time, device=device)
+    positions = (start + step).clamp(max=weights.config.context - 1)  # padding may lie beyond
+    rows = torch.tensor(list(slots), device=device)[:, None]
+    real = torch.where(step < size, rows, cache.scratch)  # where each token is written
+    before = cache.tokens[rows, (start - 1).clamp(min=0)]
+    previous = torch.cat([before, tokens[:, :-1]], 1)
+    cache.tokens[real, positions] = tokens
+    oldest = max(starts)
+
+    def attend(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ring = cache.lengths[i]
+        q, k, v = (x.unflatten(0, (-1, time)).transpose(1, 2) for x in (q, k, v))  # (R, H or K, T, D)
+        reached = min(ring, oldest)
+        index = torch.arange(reached, device=device)
+        held = start - 1 - (start - 1 - index) % ring  # the position of each key in the ring, < 0: none
+        old_k, old_v = (x[i][:, :, :reached][rows[:, 0]] for x in (cache.k, cache.v))
+        mixed = _attend_chunk(q, k, v, old_k, old_v, positions, held, layer.window)
+        kept = torch.where(step >= size - ring, real, cache.scratch)  # the ring holds the last of a chunk
+        cache.write(i, kept.flatten(), positions.flatten(), *(_rows(x) for x in (k, v)))
+        return _rows(mixed)
+
+    _blocks(weights, tokens.flatten(), previous.flatten(), positions.flatten(), ops, attend)
+
+
+def _attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    old_k: Tensor,
+    old_v: Tensor,
+    positions: Tensor,
+    held: Tensor,
+    window: int,
+) -> Tensor:
+    """Queries (R, H, T, D) over the ring as it was before, and over the chunk itself."""
+    repeat = q.size(1) // k.size(1)
+    if held.size(1) == 0 and q.size(2) <= window:
+        mask = None  # nothing before it and nothing out of sight: plain causal attention, its fast kernel
+    else:
+        at = torch.cat([torch.where(held < 0, -window, held), positions], 1)[:, None]  # (R, 1, keys)
+        mask = ((at <= positions[:, :, None]) & (at > positions[:, :, None] - window))[:, None]
+        k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def _blocks(
+    weights: Weights, tokens: Tensor, previous: Tensor, positions: Tensor, ops: Ops, attend: Attend
+) -> Tensor:
+    """The stream (N, dim) before the last norm; the counterpart of `GPT.hidden`."""
+    config = weights.config
+    x = weights.embed[tokens]
+    if weights.smear is not None:
+        gate = weights.smear[tokens] * (positions > 0)[:, None]
+        x = x + gate * weights.embed[previous]
+    values = weights.values[tokens] if weights.values is not None else None
+    rope = weights.cos[positions][:, None], weights.sin[positions][:, None]
+    start, middle = x, x
+    for i, layer in enumerate(weights.layers):
+        if weights.mixing is not None:
+            x = weights.mixing[i, 0] * x + weights.mixing[i, 1] * start
+        q, k, v = _heads(weights, layer, ops.norm_linear(x, layer.qkv), values, rope)
+        x = ops.linear_add(attend(i, layer, q, k, v).flatten(1), layer.out, x)
+        x = ops.linear_add(ops.norm_linear_relu2(x, layer.up), layer.down, x)
+        if i == config.depth // 2:
+            middle = x
+    return x - weights.backout * middle if weights.backout is not None else x
+
+
+def _heads(
+    weights: Weights, layer: Layer, qkv: Tensor, values: Tensor | None, rope: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (N, H, D), keys and values (N, K, D) from the joined projection."""
+    config = weights.config
+    heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
+    turning, kv = (heads + kv_heads) * size, kv_heads * size
+    qk = norm(rotate(qkv[:, :turning].unflatten(1, (-1, size)), rope)) * config.qk_gain
+    v = qkv[:, turning : turning + kv].unflatten(1, (-1, size))
+    if layer.value is not None and values is not None:
+        gate = 3 * torch.sigmoid(qkv[:, turning + kv : turning + kv + kv_heads, None])
+        v = v + gate * values[:, layer.value].view_as(v)
+    return qk[:, :heads], qk[:, heads:], v
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(R, H, T, D) as one row a token, (R·T, H, D)."""
+    return x.transpose(1, 2).flatten(0, 1)
