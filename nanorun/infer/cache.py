@@ -16,6 +16,8 @@ The last slot, `scratch`, belongs to nobody. Rows that only fill up a batch, and
 chunk, are written there.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -62,12 +64,13 @@ class Cache:
         ]
         return max(wrapped, default=0)
 
-    def copy(self, source: int, target: int, high: int) -> None:
-        """Makes `target` hold what `source` holds, which was written up to `high`."""
+    def copy(self, source: int, targets: Sequence[int], high: int) -> None:
+        """Makes all targets hold what `source` holds, which was written up to `high`."""
+        rows = torch.tensor(list(targets), device=self.tokens.device)
         for cache in (*self.k, *self.v):
             used = min(high, cache.size(2))
-            cache[target, :, :used] = cache[source, :, :used]
-        self.tokens[target, :high] = self.tokens[source, :high]
+            cache[rows, :, :used] = cache[source, :, :used].clone()
+        self.tokens[rows, :high] = self.tokens[source, :high].clone()
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Keys and values (N, kv_heads, head_dim) of tokens at these positions of these slots."""

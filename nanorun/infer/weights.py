@@ -17,10 +17,11 @@ half a step of its row's scale, which costs about a thousandth of a bit per byte
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanorun.config import SMEAR_GATE_CHANNELS, ModelConfig
 from nanorun.model.gpt import GPT, Block, norm
@@ -75,8 +76,9 @@ class Weights:
             gate = model.smear_gate.weight.to(dtype)
             smear = torch.sigmoid(F.linear(embed[:, :SMEAR_GATE_CHANNELS], gate))
             smear = smear * model.smear_scale.to(dtype)
-        tables = [model.value_embeds[name].weight.to(dtype) for name in sorted(model.value_embeds, key=int)]
-        numbers = {int(name): i for i, name in enumerate(sorted(model.value_embeds, key=int))}
+        embedded = sorted(int(name) for name in model.value_embeds)
+        tables = [cast(nn.Embedding, model.value_embeds[str(i)]).weight.to(dtype) for i in embedded]
+        numbers = {layer: i for i, layer in enumerate(embedded)}
         mixing = torch.stack([model.lambdas, model.mus], 1) if config.residual_scalars else None
         return Weights(
             config,
