@@ -19,11 +19,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from nanorun.errors import UserError
-from nanorun.infer.ops import Ops
+from nanorun.infer.forward import Decoder
 from nanorun.infer.progress import Progress
 from nanorun.infer.request import MOST_TOP_LOGPROBS, Event, Logprobs, Reply, Request, Sampling, Tool
 from nanorun.infer.sampling import Plan
@@ -97,10 +98,10 @@ class Engine:
         settings: Settings | None = None,
         *,
         draft: GPT | None = None,
-        ops: Ops | None = None,
+        decoder: Decoder | None = None,  # None: the fastest that this device has
     ) -> None:
         self.settings, self.tokenizer = settings or Settings(), tokenizer
-        self._scheduler = Scheduler(model, self.settings, draft, ops, self._ended, self._call)
+        self._scheduler = Scheduler(model, self.settings, draft, decoder, self._ended, self._call)
         self.context, self.vocab_size = self._scheduler.context, model.config.vocab_size
         self._samples: dict[Progress, Handle] = {}  # all that are not done; the engine's thread alone
         self._lock = threading.Condition()
@@ -305,14 +306,14 @@ class Engine:
     def _ended(self, sample: Progress, reply: Reply) -> None:
         self._samples.pop(sample).settle(sample.number, reply)
 
-    def _call(self, sample: Progress, call: Callable[[], str]) -> None:
+    def _call(self, sample: Progress, call: Any) -> None:
         """Runs a tool while the other texts go on."""
         tool = sample.tool
         assert tool is not None
 
         def run() -> None:
             try:
-                answer: list[int] | BaseException = tool.result(call())
+                answer: list[int] | BaseException = tool.answer(call)
             except BaseException as error:
                 answer = error
             with self._lock:

@@ -14,8 +14,12 @@ each row sees only up to its own position. That is how drafts are verified: N ro
 Nobody needs the logits of a prompt but those after its last token. So a prompt is read without its last
 token, which then is the first that is decoded: prefill has no head, and samples that share a prompt differ
 from their first decode step on.
+
+All of this is plain torch, for any device, and the truth that kernels are compared with. A `Decoder` is
+the place where one takes over: an engine asks it once for the function that decodes.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,12 +27,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.infer.cache import Cache
-from nanorun.infer.ops import PLAIN, Ops
-from nanorun.infer.weights import Layer, Weights
+from nanorun.infer.weights import Layer, Matrix, Weights
 from nanorun.model.gpt import norm, rotate
 
-# Shapes: N rows or tokens, R texts, T tokens of a chunk, H heads, K kv heads, D head dimension.
+# Shapes: N rows or tokens, R texts, T tokens of a chunk, S slots, L length of a ring, H heads, K kv heads,
+# D head dimension.
 Attend = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
+Decode = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # `decode` for some weights and cache
+Decoder = Callable[[Weights, Cache], Decode]
+
+
+def plain(weights: Weights, cache: Cache) -> Decode:
+    return functools.partial(decode, weights, cache)
 
 
 def decode(
@@ -37,7 +47,6 @@ def decode(
     slots: Tensor,
     tokens: Tensor,
     positions: Tensor,
-    ops: Ops = PLAIN,
     longest: int | None = None,
 ) -> Tensor:
     """fp32 logits (N, vocabulary) after each token; its position is also how many tokens precede it.
@@ -50,10 +59,10 @@ def decode(
 
     def attend(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(i, slots, positions, k, v)
-        return ops.decode_attention(q, cache.k[i], cache.v[i], slots, lengths, layer.window, bound)
+        return decode_attention(q, cache.k[i], cache.v[i], slots, lengths, layer.window, bound)
 
-    x = _blocks(weights, tokens, previous, positions, ops, attend)
-    z = ops.norm_linear(x, weights.head)[:, : weights.config.vocab_size].float()
+    x = _blocks(weights, tokens, previous, positions, attend)
+    z = linear(norm(x), weights.head)[:, : weights.config.vocab_size].float()
     cap = weights.config.softcap
     return cap * torch.tanh(z / cap) if cap else z
 
@@ -64,7 +73,6 @@ def prefill(
     slots: Sequence[int],
     chunks: Sequence[Sequence[int]],
     starts: Sequence[int],
-    ops: Ops = PLAIN,
 ) -> None:
     """Reads each chunk into its slot, which already holds the `start` tokens before it."""
     device, time = weights.device, max(len(chunk) for chunk in chunks)
@@ -92,7 +100,30 @@ def prefill(
         cache.write(i, kept.flatten(), positions.flatten(), *(_rows(x) for x in (k, v)))
         return _rows(mixed)
 
-    _blocks(weights, tokens.flatten(), previous.flatten(), positions.flatten(), ops, attend)
+    _blocks(weights, tokens.flatten(), previous.flatten(), positions.flatten(), attend)
+
+
+def linear(x: Tensor, matrix: Matrix) -> Tensor:
+    if matrix.scale is None:
+        return F.linear(x, matrix.weight)
+    return F.linear(x, matrix.weight.to(x.dtype)) * matrix.scale.to(x.dtype)
+
+
+def decode_attention(
+    q_nhd: Tensor, k_skld: Tensor, v_skld: Tensor, slots: Tensor, lengths: Tensor, window: int, longest: int
+) -> Tensor:
+    """One query a row over its slot: row n is the newest of `lengths[n]` tokens of slot `slots[n]`.
+
+    No length is more than `longest`, so the part of a ring that no row has reached is left out.
+    """
+    ring, kv_heads = k_skld.size(2), k_skld.size(1)
+    reached = min(ring, longest)
+    k, v = k_skld[:, :, :reached][slots], v_skld[:, :, :reached][slots]  # (N, K, reached, D)
+    index = torch.arange(reached, device=q_nhd.device)
+    age = (lengths[:, None] - 1 - index) % ring  # how many tokens before the newest this key is
+    seen = age < lengths.clamp(max=window)[:, None]
+    grouped = q_nhd.unflatten(1, (kv_heads, -1))  # heads that share a key are queries of one head
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None]).flatten(1, 2)
 
 
 def _attend_chunk(
@@ -118,9 +149,7 @@ def _attend_chunk(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
-def _blocks(
-    weights: Weights, tokens: Tensor, previous: Tensor, positions: Tensor, ops: Ops, attend: Attend
-) -> Tensor:
+def _blocks(weights: Weights, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """The stream (N, dim) before the last norm; the counterpart of `GPT.hidden`."""
     config = weights.config
     x = weights.embed[tokens]
@@ -133,9 +162,9 @@ def _blocks(
     for i, layer in enumerate(weights.layers):
         if weights.mixing is not None:
             x = weights.mixing[i, 0] * x + weights.mixing[i, 1] * start
-        q, k, v = _heads(weights, layer, ops.norm_linear(x, layer.qkv), values, rope)
-        x = ops.linear_add(attend(i, layer, q, k, v).flatten(1), layer.out, x)
-        x = ops.linear_add(ops.norm_linear_relu2(x, layer.up), layer.down, x)
+        q, k, v = _heads(weights, layer, linear(norm(x), layer.qkv), values, rope)
+        x = x + linear(attend(i, layer, q, k, v).flatten(1), layer.out)
+        x = x + linear(F.relu(linear(norm(x), layer.up)).square(), layer.down)
         if i == config.depth // 2:
             middle = x
     return x - weights.backout * middle if weights.backout is not None else x

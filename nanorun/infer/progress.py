@@ -7,6 +7,7 @@ the text is held back while it may turn out to be the beginning of a stop string
 import codecs
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nanorun.infer.request import Event, Finish, Logprobs, Reply, Request
 from nanorun.infer.slots import Slot
@@ -105,7 +106,7 @@ class Progress:
         """Tokens that must be read before the last one can be decoded."""
         return len(self.ids) - 1 - self.placed.held
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Callable[[], str] | None:
+    def take(self, tokens: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Any | None:
         """Appends what a step has chosen, up to where the sample ends or calls its tool."""
         call, taken = None, 0
         if not self._first:

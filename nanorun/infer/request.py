@@ -11,7 +11,7 @@ the model did not choose them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from nanorun.errors import UserError
 
@@ -57,12 +57,12 @@ class Sampling:
 class Tool(Protocol):
     """One conversation's state of a tool. A new one is made for each sample."""
 
-    def push(self, token_id: int) -> Callable[[], str] | None:
-        """Told every sampled token. What it returns is run outside the engine's thread."""
+    def push(self, token_id: int) -> Any | None:
+        """Told every sampled token, in the engine's thread. The call that this token completes, if any."""
         ...
 
-    def result(self, text: str) -> list[int]:
-        """The tokens that stand for the call's outcome; the sample goes on behind them."""
+    def answer(self, call: Any) -> list[int]:
+        """Runs a call, in a worker's thread: the tokens of its outcome, behind which the sample goes on."""
         ...
 
 

@@ -22,13 +22,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from nanorun.errors import UserError
-from nanorun.infer import ops as operations
 from nanorun.infer.cache import Cache
-from nanorun.infer.forward import prefill
-from nanorun.infer.ops import Ops
+from nanorun.infer.forward import Decoder, plain, prefill
 from nanorun.infer.progress import Progress
 from nanorun.infer.request import MOST_TOP_LOGPROBS, Finish, Logprobs, Reply
 from nanorun.infer.sampling import Plan, Rules
@@ -51,7 +49,7 @@ class Settings:
     guesses: int = 4  # of speculation, at a time
     graphs: bool = True  # on CUDA
     compile: bool = False  # torch.compile of the step, for where no kernels of ours are used
-    run_ahead: bool = True  # on CUDA
+    run_ahead: bool | None = None  # launch a step before the last has landed; None: on CUDA
     tool_threads: int = 8
 
     def __post_init__(self) -> None:
@@ -96,30 +94,29 @@ class Scheduler:
         model: GPT,
         settings: Settings,
         draft: GPT | None,
-        ops: Ops | None,
+        decoder: Decoder | None,
         ended: Callable[[Progress, Reply], None],
-        called: Callable[[Progress, Callable[[], str]], None],
+        called: Callable[[Progress, Any], None],
     ) -> None:
         self.stats, self._ended, self._called = Stats(), ended, called
         self.weights = Weights.of(model, int8=settings.int8)
         device = self.weights.device
         cuda = device.type == "cuda"
-        self._ops = ops or operations.choose(device)
+        self._decoder = decoder or plain
         self.cache = Cache(model.config, settings.slots, device, self.weights.dtype)
         self.context = model.config.context
         self._readers = [(self.weights, self.cache)]  # and the draft model, which reads every prompt, too
         drafter = self._drafter(settings, draft)
         self._slots = Slots([cache for _, cache in self._readers])
         self.stepper = Stepper(
-            self.weights,
+            self._decoder(self.weights, self.cache),
             self.cache,
-            self._ops,
             self.context,
             drafter,
             graphs=cuda and settings.graphs,
             compiled=settings.compile,
         )
-        self._run_ahead = cuda and settings.run_ahead
+        self._run_ahead = cuda if settings.run_ahead is None else settings.run_ahead
         self._chunk = settings.prefill_tokens or (8192 if cuda else 512)
         self._waiting: deque[Progress] = deque()
         self._reading: list[Progress] = []
@@ -208,7 +205,7 @@ class Scheduler:
         starts = [slot.held for slot in slots]
         chunks = [sample.ids[at : at + n] for (sample, n), at in zip(batch, starts, strict=True)]
         for weights, cache in self._readers:
-            prefill(weights, cache, [slot.number for slot in slots], chunks, starts, self._ops)
+            prefill(weights, cache, [slot.number for slot in slots], chunks, starts)
         for slot, chunk in zip(slots, chunks, strict=True):
             slot.held += len(chunk)
             slot.high = max(slot.high, slot.held)
@@ -261,11 +258,11 @@ class Scheduler:
             if sample.epoch != epoch:
                 continue
             sample.in_flight -= 1
-            tokens = landed.tokens[i]
-            total += len(tokens)
+            tokens, before = landed.tokens[i], len(sample.ids)
             self.stats.guessed += width - 1
             self.stats.accepted += len(tokens) - 1
             call = sample.take(tokens, _logprobs(landed, i, sample))
+            total += len(sample.ids) - before
             sample.placed.held = len(sample.ids) - 1
             leaving = leaving or call is not None or sample.finish is not None
             if sample.finish is not None:
@@ -308,7 +305,7 @@ class Scheduler:
         cache = Cache(its, settings.slots, self.weights.device, self.weights.dtype)
         self._readers.append((weights, cache))
         self.context = min(self.context, its.context)
-        return Draft(weights, cache, self._ops, settings.guesses, self.context)
+        return Draft(self._decoder(weights, cache), cache, settings.guesses, self.context)
 
 
 def _logprobs(landed: Landed, row: int, sample: Progress) -> list[Logprobs] | None:

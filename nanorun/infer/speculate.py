@@ -22,10 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.infer.cache import Cache
-from nanorun.infer.forward import decode
-from nanorun.infer.ops import Ops
+from nanorun.infer.forward import Decode
 from nanorun.infer.sampling import Plan, Rules, sample
-from nanorun.infer.weights import Weights
 
 LONGEST_MATCH = 4
 
@@ -62,8 +60,8 @@ class Lookup:
 
 
 class Draft:
-    def __init__(self, weights: Weights, cache: Cache, ops: Ops, width: int, context: int) -> None:
-        self.weights, self.cache, self.ops = weights, cache, ops
+    def __init__(self, decode: Decode, cache: Cache, width: int, context: int) -> None:
+        self.decode, self.cache = decode, cache
         self.width, self.last = width, context - 1
 
     def propose(
@@ -73,7 +71,7 @@ class Draft:
         token, guesses = pending, []
         for ahead in range(self.width + 1):
             at = (positions + ahead).clamp(max=self.last)
-            logits = decode(self.weights, self.cache, slots, token, at, self.ops, longest)
+            logits = self.decode(slots, token, at, longest)
             if ahead == self.width:  # only read, so that nothing is missing in its cache if all are right
                 break
             history = self.cache.tokens[slots] if plan.penalty else None

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from nanorun.infer.cache import Cache
-from nanorun.infer.forward import decode
-from nanorun.infer.ops import Ops
+from nanorun.infer.forward import Decode
 from nanorun.infer.sampling import FLOATS, INTS, Plan, Rules, sample
 from nanorun.infer.speculate import Drafter
-from nanorun.infer.weights import Weights
 
 Outputs = tuple[Tensor, ...]  # counts and tokens (B, 1 + g); log-probabilities (B, g, 2); top (B, g, n), ids
 
@@ -77,18 +75,17 @@ class _Captured:
 class Stepper:
     def __init__(
         self,
-        weights: Weights,
+        decode: Decode,
         cache: Cache,
-        ops: Ops,
         context: int,
         drafter: Drafter | None = None,
         graphs: bool = False,
         compiled: bool = False,
     ) -> None:
-        self.weights, self.cache, self.ops, self.drafter = weights, cache, ops, drafter
+        self.decode, self.cache, self.drafter = decode, cache, drafter
         self.last = context - 1  # a token there is chosen but never read: nothing may follow it
         self.tokens_per_row = 1 + (drafter.width if drafter else 0)
-        device = weights.device
+        device = cache.tokens.device
         self._ints = torch.zeros(cache.slots + 1, 2 + INTS, dtype=torch.long, device=device)
         self._floats = torch.ones(cache.slots + 1, FLOATS, device=device)
         self._graphs: dict[tuple[int, Plan], _Captured] | None = {} if graphs else None
@@ -137,7 +134,7 @@ class Stepper:
         at = positions[:, None] + torch.arange(width, device=slots.device)
         at = at.clamp(max=self.last).flatten()
         rows = slots.repeat_interleave(width)
-        logits = decode(self.weights, self.cache, rows, tokens.flatten(), at, self.ops, longest)
+        logits = self.decode(rows, tokens.flatten(), at, longest)
         history = self.cache.tokens[rows] if plan.penalty else None
         drawn = sample(logits, rules, at + 1, plan, history)
 
