@@ -17,6 +17,7 @@ chunk, are written there.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ from torch import Tensor
 from nanorun.config import ModelConfig
 
 SLACK = 128  # how many of the newest tokens can be taken back once a ring has wrapped around
+
+
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """A tensor of these numbers on the device, without waiting for what the device is doing."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Cache:
@@ -66,7 +73,7 @@ class Cache:
 
     def copy(self, source: int, targets: Sequence[int], high: int) -> None:
         """Makes all targets hold what `source` holds, which was written up to `high`."""
-        rows = torch.tensor(list(targets), device=self.tokens.device)
+        rows = on_device(targets, self.tokens.device)
         for cache in (*self.k, *self.v):
             used = min(high, cache.size(2))
             cache[rows, :, :used] = cache[source, :, :used].clone()

@@ -258,6 +258,8 @@ class Engine:
 
     def _work(self) -> None:
         try:
+            if (device := self._scheduler.weights.device).type == "cuda":
+                torch.cuda.set_device(device)
             with torch.inference_mode():
                 while (inbox := self._next()) is not None:
                     self._sort(inbox)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorun.infer.cache import Cache
+from nanorun.infer.cache import Cache, on_device
 from nanorun.infer.weights import Layer, Matrix, Weights
 from nanorun.model.gpt import norm, rotate
 
@@ -39,6 +39,11 @@ Decoder = Callable[[Weights, Cache], Decode]
 
 def plain(weights: Weights, cache: Cache) -> Decode:
     return functools.partial(decode, weights, cache)
+
+
+def compiled_plain(weights: Weights, cache: Cache) -> Decode:
+    """The same through torch.compile: far fewer kernels, for GPUs that our own do not run on."""
+    return torch.compile(functools.partial(decode, weights, cache), dynamic=False)
 
 
 def decode(
@@ -77,12 +82,12 @@ def prefill(
     """Reads each chunk into its slot, which already holds the `start` tokens before it."""
     device, time = weights.device, max(len(chunk) for chunk in chunks)
     padded = [[*chunk, *([0] * (time - len(chunk)))] for chunk in chunks]
-    tokens = torch.tensor(padded, device=device)  # (R, T)
-    start, size = torch.tensor([list(starts), [len(chunk) for chunk in chunks]], device=device)[:, :, None]
+    tokens = on_device(padded, device)  # (R, T)
+    about = on_device([list(starts), [len(chunk) for chunk in chunks], list(slots)], device)
+    start, size, rows = about[:, :, None]
     step = torch.arange(time, device=device)
     positions = (start + step).clamp(max=weights.config.context - 1)  # padding may lie beyond
-    rows = torch.tensor(list(slots), device=device)[:, None]
-    real = torch.where(step < size, rows, cache.scratch)  # where each token is written
+    real = rows.expand(-1, time).masked_fill(step >= size, cache.scratch)  # where each token is written
     before = cache.tokens[rows, (start - 1).clamp(min=0)]
     previous = torch.cat([before, tokens[:, :-1]], 1)
     cache.tokens[real, positions] = tokens
@@ -94,9 +99,9 @@ def prefill(
         reached = min(ring, oldest)
         index = torch.arange(reached, device=device)
         held = start - 1 - (start - 1 - index) % ring  # the position of each key in the ring, < 0: none
-        old_k, old_v = (x[i][:, :, :reached][rows[:, 0]] for x in (cache.k, cache.v))
+        old_k, old_v = (x[i][:, :, :reached].index_select(0, rows[:, 0]) for x in (cache.k, cache.v))
         mixed = _attend_chunk(q, k, v, old_k, old_v, positions, held, layer.window)
-        kept = torch.where(step >= size - ring, real, cache.scratch)  # the ring holds the last of a chunk
+        kept = real.masked_fill(step < size - ring, cache.scratch)  # the ring holds the last of a chunk
         cache.write(i, kept.flatten(), positions.flatten(), *(_rows(x) for x in (k, v)))
         return _rows(mixed)
 
@@ -118,7 +123,7 @@ def decode_attention(
     """
     ring, kv_heads = k_skld.size(2), k_skld.size(1)
     reached = min(ring, longest)
-    k, v = k_skld[:, :, :reached][slots], v_skld[:, :, :reached][slots]  # (N, K, reached, D)
+    k, v = (x[:, :, :reached].index_select(0, slots) for x in (k_skld, v_skld))  # (N, K, reached, D)
     index = torch.arange(reached, device=q_nhd.device)
     age = (lengths[:, None] - 1 - index) % ring  # how many tokens before the newest this key is
     seen = age < lengths.clamp(max=window)[:, None]
@@ -141,7 +146,7 @@ def _attend_chunk(
     if held.size(1) == 0 and q.size(2) <= window:
         mask = None  # nothing before it and nothing out of sight: plain causal attention, its fast kernel
     else:
-        at = torch.cat([torch.where(held < 0, -window, held), positions], 1)[:, None]  # (R, 1, keys)
+        at = torch.cat([held.masked_fill(held < 0, -window), positions], 1)[:, None]  # (R, 1, keys)
         mask = ((at <= positions[:, :, None]) & (at > positions[:, :, None] - window))[:, None]
         k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
     if repeat > 1:
@@ -152,12 +157,12 @@ def _attend_chunk(
 def _blocks(weights: Weights, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """The stream (N, dim) before the last norm; the counterpart of `GPT.hidden`."""
     config = weights.config
-    x = weights.embed[tokens]
+    x = F.embedding(tokens, weights.embed)
     if weights.smear is not None:
-        gate = weights.smear[tokens] * (positions > 0)[:, None]
-        x = x + gate * weights.embed[previous]
-    values = weights.values[tokens] if weights.values is not None else None
-    rope = weights.cos[positions][:, None], weights.sin[positions][:, None]
+        gate = F.embedding(tokens, weights.smear) * (positions > 0)[:, None]
+        x = x + gate * F.embedding(previous, weights.embed)
+    values = weights.values.index_select(0, tokens) if weights.values is not None else None
+    rope = F.embedding(positions, weights.cos)[:, None], F.embedding(positions, weights.sin)[:, None]
     start, middle = x, x
     for i, layer in enumerate(weights.layers):
         if weights.mixing is not None:

@@ -14,9 +14,12 @@ logit, so tokens that tie with the last one kept are kept, too.
 Two log-probabilities of the chosen token exist and are not the same: by the distribution that it was drawn
 from (`sampled`: penalised, tempered, cut, normalised; policy gradients need this one; 0 where nothing is
 left to chance) and by the model alone (`model`).
+
+This is part of a captured step: no value is looked at on the host, nor copied from it (which a
+`torch.where` with a Python number does).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +29,7 @@ from nanorun.infer.request import Sampling
 
 _32_BITS = 0xFFFFFFFF
 _ALMOST_ONE = 1 - 2**-24
+Pick = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 INTS, FLOATS = 2, 4  # columns of a row's rules: top_k, seed; temperature, top_p, min_p, repetition penalty
 
 
@@ -86,21 +90,27 @@ class Drawn:
     top: tuple[Tensor, Tensor] | None  # log-probabilities and ids, (N, plan.top)
 
 
-def sample(logits: Tensor, rules: Rules, positions: Tensor, plan: Plan, history: Tensor | None) -> Drawn:
+def draw(logits: Tensor, seed: Tensor, positions: Tensor, hot: Tensor) -> Tensor:
+    """The largest of each row (N, V) after adding noise, or without it where a row is not hot."""
+    return (logits + hot[:, None] * gumbel(seed, positions, logits.size(1))).argmax(-1)
+
+
+def sample(
+    logits: Tensor, rules: Rules, positions: Tensor, plan: Plan, history: Tensor | None, pick: Pick = draw
+) -> Drawn:
     """Tokens for these positions from fp32 logits (N, V).
 
     `history` (N, context) holds each row's text, of which the first `positions` tokens count; it is only
-    looked at where the plan has a penalty.
+    looked at where the plan has a penalty. `pick` is `draw` or something faster.
     """
     z = _penalised(logits, rules, positions, history) if plan.penalty and history is not None else logits
     if not plan.draw:
         tokens, kept = z.argmax(-1), None
     else:
-        greedy = (rules.temperature == 0)[:, None]
-        kept = z / rules.temperature.clamp(min=1e-4)[:, None]
-        kept = kept.masked_fill(kept < _least(kept, rules, plan), float("-inf"))
-        noisy = kept + gumbel(rules.seed, positions, z.size(1))
-        tokens = torch.where(greedy, z, noisy).argmax(-1)
+        kept = z / rules.temperature.masked_fill(rules.temperature == 0, 1.0)[:, None]
+        if plan.top_k or plan.sort or plan.min_p:  # the largest always stays, so greedy rows lose nothing
+            kept = kept.masked_fill(kept < _least(kept, rules, plan), float("-inf"))
+        tokens = pick(kept, rules.seed, positions, rules.temperature > 0)
     logprobs, top = None, None
     if plan.logprobs:
         of_model = logits.log_softmax(-1)
@@ -109,7 +119,7 @@ def sample(logits: Tensor, rules: Rules, positions: Tensor, plan: Plan, history:
             sampled = torch.zeros_like(chosen)
         else:
             sampled = kept.gather(1, tokens[:, None])[:, 0] - kept.logsumexp(-1)
-            sampled = torch.where(rules.temperature == 0, 0.0, sampled)
+            sampled = sampled.masked_fill(rules.temperature == 0, 0.0)
         logprobs = torch.stack([sampled, chosen], 1)
         top = of_model.topk(plan.top, dim=-1) if plan.top else None
     return Drawn(tokens, logprobs, (top[0], top[1]) if top is not None else None)
@@ -146,7 +156,7 @@ def _mix(x: Tensor) -> Tensor:
 def _penalised(logits: Tensor, rules: Rules, positions: Tensor, history: Tensor) -> Tensor:
     at = torch.arange(history.size(1), device=logits.device)
     # Tokens beyond the text count for a column that is cut off again.
-    ids = torch.where(at < positions[:, None], history, logits.size(1))
+    ids = history.masked_fill(at >= positions[:, None], logits.size(1))
     seen = torch.zeros(logits.size(0), logits.size(1) + 1, device=logits.device, dtype=torch.bool)
     seen = seen.scatter(1, ids, True)[:, :-1]
     penalty = rules.penalty[:, None]
@@ -156,13 +166,13 @@ def _penalised(logits: Tensor, rules: Rules, positions: Tensor, history: Tensor)
 def _least(z: Tensor, rules: Rules, plan: Plan) -> Tensor:
     """The least logit (N, 1) that top-k, top-p and min-p let through, in that order."""
     least = torch.full_like(z[:, :1], float("-inf"))
-    k = torch.where(rules.top_k > 0, rules.top_k, z.size(1)).clamp(max=z.size(1))[:, None]
+    k = rules.top_k.masked_fill(rules.top_k == 0, z.size(1)).clamp(max=z.size(1))[:, None]
     if plan.sort:
         ordered = z.sort(-1, descending=True).values
         rank = torch.arange(z.size(1), device=z.device)
         p = ordered.masked_fill(rank >= k, float("-inf")).softmax(-1)
         before = p.cumsum(-1) - p
-        top_p = torch.where(rules.top_p < 1, rules.top_p, 2.0)[:, None]  # 1 is all, whatever sums round to
+        top_p = rules.top_p.masked_fill(rules.top_p >= 1, 2.0)[:, None]  # 1 is all, whatever sums round to
         count = ((before < top_p) & (rank < k)).sum(-1, keepdim=True)
         least = ordered.gather(1, count.clamp(min=1) - 1)
     elif plan.top_k:

@@ -24,12 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from nanorun.errors import UserError
 from nanorun.infer.cache import Cache
-from nanorun.infer.forward import Decoder, plain, prefill
+from nanorun.infer.forward import Decoder, compiled_plain, plain, prefill
 from nanorun.infer.progress import Progress
 from nanorun.infer.request import MOST_TOP_LOGPROBS, Finish, Logprobs, Reply
-from nanorun.infer.sampling import Plan, Rules
+from nanorun.infer.sampling import Pick, Plan, Rules, draw
 from nanorun.infer.slots import Slots
 from nanorun.infer.speculate import Draft, Drafter, Lookup
 from nanorun.infer.step import Flight, Landed, Row, Stepper
@@ -48,7 +50,7 @@ class Settings:
     speculate: Literal["lookup", "draft"] | None = None
     guesses: int = 4  # of speculation, at a time
     graphs: bool = True  # on CUDA
-    compile: bool = False  # torch.compile of the step, for where no kernels of ours are used
+    compile: Literal["nothing", "draw", "decode"] | None = None  # by torch; None: the draw, on CUDA
     run_ahead: bool | None = None  # launch a step before the last has landed; None: on CUDA
     tool_threads: int = 8
 
@@ -102,7 +104,9 @@ class Scheduler:
         self.weights = Weights.of(model, int8=settings.int8)
         device = self.weights.device
         cuda = device.type == "cuda"
-        self._decoder = decoder or plain
+        compiling = settings.compile or ("draw" if cuda else "nothing")
+        self._pick: Pick = draw if compiling == "nothing" else torch.compile(draw)
+        self._decoder = decoder or (compiled_plain if compiling == "decode" else plain)
         self.cache = Cache(model.config, settings.slots, device, self.weights.dtype)
         self.context = model.config.context
         self._readers = [(self.weights, self.cache)]  # and the draft model, which reads every prompt, too
@@ -113,8 +117,8 @@ class Scheduler:
             self.cache,
             self.context,
             drafter,
+            self._pick,
             graphs=cuda and settings.graphs,
-            compiled=settings.compile,
         )
         self._run_ahead = cuda if settings.run_ahead is None else settings.run_ahead
         self._chunk = settings.prefill_tokens or (8192 if cuda else 512)
@@ -305,7 +309,7 @@ class Scheduler:
         cache = Cache(its, settings.slots, self.weights.device, self.weights.dtype)
         self._readers.append((weights, cache))
         self.context = min(self.context, its.context)
-        return Draft(self._decoder(weights, cache), cache, settings.guesses, self.context)
+        return Draft(self._decoder(weights, cache), cache, settings.guesses, self.context, self._pick)
 
 
 def _logprobs(landed: Landed, row: int, sample: Progress) -> list[Logprobs] | None:

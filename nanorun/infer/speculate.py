@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanorun.infer.cache import Cache
 from nanorun.infer.forward import Decode
-from nanorun.infer.sampling import Plan, Rules, sample
+from nanorun.infer.sampling import Pick, Plan, Rules, sample
 
 LONGEST_MATCH = 4
 
@@ -60,8 +60,8 @@ class Lookup:
 
 
 class Draft:
-    def __init__(self, decode: Decode, cache: Cache, width: int, context: int) -> None:
-        self.decode, self.cache = decode, cache
+    def __init__(self, decode: Decode, cache: Cache, width: int, context: int, pick: Pick) -> None:
+        self.decode, self.cache, self.pick = decode, cache, pick
         self.width, self.last = width, context - 1
 
     def propose(
@@ -75,6 +75,6 @@ class Draft:
             if ahead == self.width:  # only read, so that nothing is missing in its cache if all are right
                 break
             history = self.cache.tokens[slots] if plan.penalty else None
-            token = sample(logits, rules, at + 1, plan, history).tokens
+            token = sample(logits, rules, at + 1, plan, history, self.pick).tokens
             guesses.append(token)
         return torch.stack(guesses, 1)

@@ -9,16 +9,16 @@ A graph is captured for each batch size in 1, 2, 4, 8, … and each `Plan`, when
 A batch in between is filled up with the scratch slot. On the CPU the same function runs as it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanorun.infer.cache import Cache
+from nanorun.infer.cache import Cache, on_device
 from nanorun.infer.forward import Decode
-from nanorun.infer.sampling import FLOATS, INTS, Plan, Rules, sample
+from nanorun.infer.sampling import FLOATS, INTS, Pick, Plan, Rules, draw, sample
 from nanorun.infer.speculate import Drafter
 
 Outputs = tuple[Tensor, ...]  # counts and tokens (B, 1 + g); log-probabilities (B, g, 2); top (B, g, n), ids
@@ -79,33 +79,32 @@ class Stepper:
         cache: Cache,
         context: int,
         drafter: Drafter | None = None,
+        pick: Pick = draw,
         graphs: bool = False,
-        compiled: bool = False,
     ) -> None:
-        self.decode, self.cache, self.drafter = decode, cache, drafter
+        self.decode, self.cache, self.drafter, self.pick = decode, cache, drafter, pick
         self.last = context - 1  # a token there is chosen but never read: nothing may follow it
         self.tokens_per_row = 1 + (drafter.width if drafter else 0)
         device = cache.tokens.device
-        self._ints = torch.zeros(cache.slots + 1, 2 + INTS, dtype=torch.long, device=device)
+        self._ints = torch.zeros(cache.slots + 1, 3 + INTS, dtype=torch.long, device=device)
+        self._ints[: cache.slots, 2] = self.last  # how far a text may get; the scratch slot nowhere
         self._floats = torch.ones(cache.slots + 1, FLOATS, device=device)
         self._graphs: dict[tuple[int, Plan], _Captured] | None = {} if graphs else None
         self._pool: Any = None  # the memory that all graphs share
-        self._run: Callable[[Tensor, Plan, int | None], Outputs] = self._step
-        if compiled:
-            self._run = torch.compile(self._step, dynamic=False)
 
     def arm(self, rows: Sequence[Row]) -> None:
         """Puts these rows on the device, ready for the next launch."""
         device = self._ints.device
-        slots = torch.tensor([row.slot for row in rows], device=device)
-        self._ints[slots] = torch.tensor([[r.length, r.pending, *r.ints] for r in rows], device=device)
-        self._floats[slots] = torch.tensor([row.floats for row in rows], device=device)
+        slots = on_device([row.slot for row in rows], device)
+        ints = [[row.length, row.pending, self.last, *row.ints] for row in rows]
+        self._ints[slots] = on_device(ints, device)
+        self._floats[slots] = on_device([row.floats for row in rows], device)
 
     def launch(self, slots: Sequence[int], plan: Plan, longest: int) -> Flight:
         """One step for these slots, whose texts have at most `longest` tokens after it."""
         if self._graphs is None:
-            rows = torch.tensor(list(slots), device=self._ints.device)
-            outputs = self._run(rows, plan, min(longest, self.last + 1))
+            rows = on_device(slots, self._ints.device)
+            outputs = self._step(rows, plan, min(longest, self.last + 1))
             if rows.device.type != "cuda":
                 return Flight(len(slots), outputs)
         else:
@@ -122,29 +121,34 @@ class Stepper:
                     self._captured(bucket(batch), plan)
 
     def _step(self, slots: Tensor, plan: Plan, longest: int | None) -> Outputs:
-        ints, floats = self._ints[slots], self._floats[slots]
-        positions, pending = ints[:, 0], ints[:, 1]
-        tokens, rules = pending[:, None], Rules.unpacked(ints[:, 2:], floats)
-        width = self.tokens_per_row
+        ints = self._ints.index_select(0, slots)
+        floats = self._floats.index_select(0, slots)
+        positions, pending, limit = ints[:, 0], ints[:, 1], ints[:, 2]
+        rules, width = Rules.unpacked(ints[:, 3:], floats), self.tokens_per_row
+        rows, tokens, at = slots, pending, positions
         if self.drafter is not None:
             guesses = self.drafter.propose(slots, pending, positions, rules, plan, longest)
-            tokens = torch.cat([tokens, guesses], 1)  # (B, g)
-            ints, floats = ints.repeat_interleave(width, 0), floats.repeat_interleave(width, 0)
-            rules = Rules.unpacked(ints[:, 2:], floats)
-        at = positions[:, None] + torch.arange(width, device=slots.device)
-        at = at.clamp(max=self.last).flatten()
-        rows = slots.repeat_interleave(width)
-        logits = self.decode(rows, tokens.flatten(), at, longest)
-        history = self.cache.tokens[rows] if plan.penalty else None
-        drawn = sample(logits, rules, at + 1, plan, history)
+            tokens = torch.cat([pending[:, None], guesses], 1).flatten()  # g for each row
+            at = (
+                (positions[:, None] + torch.arange(width, device=slots.device)).clamp(max=self.last).flatten()
+            )
+            rows = slots.repeat_interleave(width)
+            rules = Rules.unpacked(
+                ints[:, 3:].repeat_interleave(width, 0), floats.repeat_interleave(width, 0)
+            )
+        logits = self.decode(rows, tokens, at, longest)
+        history = self.cache.tokens.index_select(0, rows) if plan.penalty else None
+        drawn = sample(logits, rules, at + 1, plan, history, self.pick)
 
-        chosen = drawn.tokens.view_as(tokens)
-        right = (chosen[:, :-1] == tokens[:, 1:]).cumprod(1).sum(1, keepdim=True)
-        length = (positions[:, None] + right + 1).clamp(max=self.last)
-        length = torch.where(slots[:, None] == self.cache.scratch, 0, length)
-        self._ints[slots, :2] = torch.cat([length, chosen.gather(1, right)], 1)
+        chosen = next_token = drawn.tokens.view(-1, width)
+        count = torch.ones_like(chosen[:, :1])
+        if self.drafter is not None:
+            agreed = (chosen[:, :-1] == guesses).cumprod(1).sum(1, keepdim=True)
+            count, next_token = agreed + 1, chosen.gather(1, agreed)
+        length = torch.minimum(positions[:, None] + count, limit[:, None])
+        self._ints[slots, :2] = torch.cat([length, next_token], 1)
 
-        outputs = [torch.cat([right + 1, chosen], 1)]
+        outputs = [torch.cat([count, chosen], 1)]
         if drawn.logprobs is not None:
             outputs.append(drawn.logprobs.unflatten(0, (-1, width)))
         if drawn.top is not None:
@@ -156,7 +160,7 @@ class Stepper:
         captured = self._captured(size, plan)
         slots += [self.cache.scratch] * (size - len(slots))
         if captured.holds != slots:
-            captured.slots.copy_(torch.tensor(slots), non_blocking=True)
+            captured.slots.copy_(on_device(slots, captured.slots.device))
             captured.holds = slots
         captured.graph.replay()
         return captured.outputs
@@ -170,11 +174,11 @@ class Stepper:
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 for _ in range(2):  # libraries and kernels choose and load what they need, outside the graph
-                    self._run(slots, plan, None)
+                    self._step(slots, plan, None)
             torch.cuda.current_stream().wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = self._run(slots, plan, None)
+                outputs = self._step(slots, plan, None)
             self._pool = self._pool or graph.pool()
             self._graphs[key] = _Captured(graph, slots, outputs, slots.tolist())
         return self._graphs[key]
