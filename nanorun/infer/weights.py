@@ -15,6 +15,7 @@ only looked up and stay as they are. Gates and scalars are too few to matter. A 
 half a step of its row's scale, which costs about a thousandth of a bit per byte.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanorun.config import SMEAR_GATE_CHANNELS, ModelConfig
-from nanorun.model.gpt import GPT, Block, norm
+from nanorun.model.gpt import GPT, Block, Linear, norm
 
 ROW_MULTIPLE = 16  # rows of a joined matrix are padded to it: GPUs like their outputs aligned
 
@@ -134,6 +135,18 @@ def quantize(weight: Tensor) -> Matrix:
     weight = weight.float()
     scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127
     return Matrix((weight / scale[:, None]).round().to(torch.int8), scale)
+
+
+@torch.no_grad()
+def rounded(model: GPT) -> GPT:
+    """The model as int8 would have it, in full precision: to measure what the rounding costs."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        if isinstance(module, Linear) and min(module.weight.shape) > 1:
+            matrix = quantize(module.weight)
+            assert matrix.scale is not None
+            module.weight.copy_(matrix.weight * matrix.scale[:, None])
+    return copied
 
 
 def _layer(block: Block, value: int | None, dtype: torch.dtype, int8: bool) -> Layer:
