@@ -13,6 +13,7 @@ whatever else is in the batch (in bf16, up to the rounding of matmuls of another
 """
 
 import asyncio
+import contextlib
 import queue
 import secrets
 import threading
@@ -71,8 +72,18 @@ class Handle:
         if not self._done.is_set():
             self._error = error
             self._done.set()
+            self.tell(error)
+
+    def tell(self, event: Event | BaseException) -> None:
+        """A listener that breaks ends its own request and nobody else's."""
+        try:
             if self.listener is not None:
-                self.listener(error)
+                self.listener(event)
+        except Exception as error:
+            self.listener = None
+            self.fail(error)
+            self.cancelled = True
+            self._wake()
 
 
 @dataclass
@@ -119,7 +130,8 @@ class Engine:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes."""
-        return {"weights": self._scheduler.weights.bytes, "cache": self._scheduler.cache.bytes}
+        weights, caches = zip(*self._scheduler.readers, strict=True)
+        return {"weights": sum(w.bytes for w in weights), "cache": sum(c.bytes for c in caches)}
 
     def generate(self, requests: Sequence[Request]) -> list[Reply]:
         """All replies, in the order of the requests; the samples of one stand side by side."""
@@ -138,7 +150,7 @@ class Engine:
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
 
         def listen(event: Event | BaseException) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
                 loop.call_soon_threadsafe(arrived.put_nowait, event)
 
         handle, left = self.submit(request, listen), request.samples
@@ -298,8 +310,9 @@ class Engine:
     def _begin(self, handle: Handle) -> None:
         request = handle.request
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(62)
+        emit = handle.tell if handle.listener is not None else None
         samples = [
-            Progress(request, number, seed + number, self.context, self.tokenizer, handle.listener)
+            Progress(request, number, seed + number, self.context, self.tokenizer, emit)
             for number in range(request.samples)
         ]
         self._samples.update(dict.fromkeys(samples, handle))

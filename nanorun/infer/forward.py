@@ -60,11 +60,14 @@ def decode(
     """
     cache.tokens[slots, positions] = tokens
     previous = cache.tokens[slots, (positions - 1).clamp(min=0)]
-    lengths, bound = positions + 1, longest or weights.config.context
+    masks: dict[tuple[int, int], Tensor] = {}  # by ring and window, of which there are two at most
 
     def attend(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(i, slots, positions, k, v)
-        return decode_attention(q, cache.k[i], cache.v[i], slots, lengths, layer.window, bound)
+        kind = (cache.lengths[i], layer.window)
+        if kind not in masks:
+            masks[kind] = visible(positions, *kind, longest or cache.lengths[i])
+        return decode_attention(q, cache.k[i], cache.v[i], slots, masks[kind])
 
     x = _blocks(weights, tokens, previous, positions, attend)
     z = linear(norm(x), weights.head)[:, : weights.config.vocab_size].float()
@@ -114,20 +117,17 @@ def linear(x: Tensor, matrix: Matrix) -> Tensor:
     return F.linear(x, matrix.weight.to(x.dtype)) * matrix.scale.to(x.dtype)
 
 
-def decode_attention(
-    q_nhd: Tensor, k_skld: Tensor, v_skld: Tensor, slots: Tensor, lengths: Tensor, window: int, longest: int
-) -> Tensor:
-    """One query a row over its slot: row n is the newest of `lengths[n]` tokens of slot `slots[n]`.
+def visible(positions: Tensor, ring: int, window: int, longest: int) -> Tensor:
+    """Which places of a ring (N, places) a query at each position sees; only so many have been written."""
+    index = torch.arange(min(ring, longest), device=positions.device)
+    age = (positions[:, None] - index) % ring  # how many tokens before the newest this key is
+    return age < (positions + 1).clamp(max=window)[:, None]
 
-    No length is more than `longest`, so the part of a ring that no row has reached is left out.
-    """
-    ring, kv_heads = k_skld.size(2), k_skld.size(1)
-    reached = min(ring, longest)
-    k, v = (x[:, :, :reached].index_select(0, slots) for x in (k_skld, v_skld))  # (N, K, reached, D)
-    index = torch.arange(reached, device=q_nhd.device)
-    age = (lengths[:, None] - 1 - index) % ring  # how many tokens before the newest this key is
-    seen = age < lengths.clamp(max=window)[:, None]
-    grouped = q_nhd.unflatten(1, (kv_heads, -1))  # heads that share a key are queries of one head
+
+def decode_attention(q_nhd: Tensor, k_skld: Tensor, v_skld: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
+    """One query a row over what it may see of its slot."""
+    k, v = (x[:, :, : seen.size(1)].index_select(0, slots) for x in (k_skld, v_skld))
+    grouped = q_nhd.unflatten(1, (k.size(1), -1))  # heads that share a key are queries of one head
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None]).flatten(1, 2)
 
 

@@ -109,9 +109,9 @@ class Scheduler:
         self._decoder = decoder or (compiled_plain if compiling == "decode" else plain)
         self.cache = Cache(model.config, settings.slots, device, self.weights.dtype)
         self.context = model.config.context
-        self._readers = [(self.weights, self.cache)]  # and the draft model, which reads every prompt, too
+        self.readers = [(self.weights, self.cache)]  # and the draft model, which reads every prompt, too
         drafter = self._drafter(settings, draft)
-        self._slots = Slots([cache for _, cache in self._readers])
+        self._slots = Slots([cache for _, cache in self.readers])
         self.stepper = Stepper(
             self._decoder(self.weights, self.cache),
             self.cache,
@@ -208,7 +208,7 @@ class Scheduler:
         slots = [sample.placed for sample, _ in batch]
         starts = [slot.held for slot in slots]
         chunks = [sample.ids[at : at + n] for (sample, n), at in zip(batch, starts, strict=True)]
-        for weights, cache in self._readers:
+        for weights, cache in self.readers:
             prefill(weights, cache, [slot.number for slot in slots], chunks, starts)
         for slot, chunk in zip(slots, chunks, strict=True):
             slot.held += len(chunk)
@@ -307,7 +307,7 @@ class Scheduler:
             )
         weights = Weights.of(draft, self.weights.dtype, settings.int8)
         cache = Cache(its, settings.slots, self.weights.device, self.weights.dtype)
-        self._readers.append((weights, cache))
+        self.readers.append((weights, cache))
         self.context = min(self.context, its.context)
         return Draft(self._decoder(weights, cache), cache, settings.guesses, self.context, self._pick)
 

@@ -1,11 +1,16 @@
 """Every way to generate gives what the plain forward gives, token for token, in fp32."""
 
 import pytest
-from small_models import SHAPES, VOCAB, grown, shape, some_prompts
+import torch
+from small_models import CPU, SHAPES, VOCAB, grown, shape, some_prompts
 
 from nanorun.config import scale_model
-from nanorun.infer import plain
+from nanorun.infer import forward, plain
+from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
+from nanorun.infer.sampling import Plan
+from nanorun.infer.step import Row, Stepper
+from nanorun.infer.weights import Weights
 
 GREEDY = Sampling(temperature=0)
 
@@ -171,6 +176,19 @@ def test_new_weights_take_effect_and_old_keys_are_forgotten():
         after = engine.generate([Request(prompt, GREEDY, max_tokens=8)])[0]
     assert after.reused_tokens == 0
     assert after.ids == plain.generate(other, [prompt], 8, temperature=0)[0] != before
+
+
+def test_rows_that_fill_up_a_batch_disturb_nobody():
+    model = grown(shape("all"))
+    expected = plain.generate(model, [[3, 1, 4]], 20, temperature=0)[0]
+    cache = Cache(model.config, 2, CPU, torch.float32)
+    stepper = Stepper(forward.plain(Weights.of(model), cache), cache, model.config.context)
+    forward.prefill(Weights.of(model), cache, [1], [[3, 1]], [0])
+    stepper.arm([Row(1, 2, 4, [0, 0], [0.0, 1.0, 0.0, 1.0])])
+    batches = [[1], [1, cache.scratch], [cache.scratch, 1, cache.scratch]]
+    found = [stepper.launch(batches[i % 3], Plan(), 64).land().tokens[i % 3 == 2] for i in range(20)]
+    assert [token for tokens in found for token in tokens] == expected
+    assert stepper._ints[cache.scratch, 0] == 0, "they do not grow"
 
 
 def test_int8_generates_too(parrot, tokenizer):

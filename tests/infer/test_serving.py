@@ -224,6 +224,17 @@ def test_a_tool_that_breaks_ends_only_its_own_request(engine, tokenizer):
     assert len(fine.result(10)[0].ids) == 30
 
 
+def test_a_listener_that_breaks_ends_only_its_own_request(engine, tokenizer):
+    def listen(event):
+        raise ZeroDivisionError
+
+    broken = engine.submit(ask(tokenizer, samples=2), listen)
+    fine = engine.submit(ask(tokenizer, max_tokens=30))
+    with pytest.raises(ZeroDivisionError):
+        broken.result(10)
+    assert len(fine.result(10)[0].ids) == 30
+
+
 def test_an_answer_too_long_for_the_context_ends_the_reply(engine, tokenizer):
     reply = engine.generate([ask(tokenizer, tool=lambda: Shout(answer=b"z" * 500))])[0]
     assert reply.finish == "length"
