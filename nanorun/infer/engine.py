@@ -35,6 +35,8 @@ from nanorun.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Event", "Handle", "Logprobs", "Reply", "Request", "Sampling", "Settings", "Tool"]
 
+SMALL_STEP = 16 * 2**20  # bytes of matrices; on a CPU, threads that share less lose more by waiting
+
 Listener = Callable[[Event | BaseException], None]
 
 
@@ -120,6 +122,7 @@ class Engine:
         self._closing = False
         self._submitted, self._queued = 0, 0  # samples in the inbox; those that then waited for a slot
         self._failure: BaseException | None = None
+        self._threads = torch.get_num_threads(), self._own_threads()
         self._thread: threading.Thread | None = None
         self._workers: ThreadPoolExecutor | None = None
 
@@ -214,6 +217,12 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _own_threads(self) -> int:
+        weights, usual = self._scheduler.weights, torch.get_num_threads()
+        if weights.device.type != "cpu":
+            return usual
+        return self.settings.threads or (1 if weights.bytes_per_step < SMALL_STEP else usual)
+
     # -- the threads that ask ------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
@@ -272,6 +281,7 @@ class Engine:
         try:
             if (device := self._scheduler.weights.device).type == "cuda":
                 torch.cuda.set_device(device)
+            torch.set_num_threads(self._threads[1])
             with torch.inference_mode():
                 while (inbox := self._next()) is not None:
                     self._sort(inbox)
@@ -281,12 +291,16 @@ class Engine:
             with self._lock:
                 self._failure = error
             self._break(error)
+        finally:
+            torch.set_num_threads(self._threads[0])
 
     def _next(self) -> _Inbox | None:
         """The inbox, as soon as there is something in it or the device has work; None at the end."""
         with self._lock:
             while not (self._closing or self._inbox or self._scheduler.busy):
+                torch.set_num_threads(self._threads[0])  # others may compute meanwhile
                 self._lock.wait()
+                torch.set_num_threads(self._threads[1])
             if self._closing:
                 return None
             inbox, self._inbox = self._inbox, _Inbox()

@@ -52,6 +52,7 @@ class Settings:
     graphs: bool = True  # on CUDA
     compile: Literal["nothing", "draw", "decode"] | None = None  # by torch; None: the draw, on CUDA
     run_ahead: bool | None = None  # launch a step before the last has landed; None: on CUDA
+    threads: int | None = None  # torch's on a CPU, while it works; None: one for a small model, else as ever
     tool_threads: int = 8
 
     def __post_init__(self) -> None:
