@@ -1,5 +1,9 @@
 """Every way to generate gives what the plain forward gives, token for token, in fp32."""
 
+import random
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 from small_models import CPU, SHAPES, VOCAB, grown, shape, some_prompts
@@ -164,6 +168,42 @@ def test_a_text_that_is_edited_far_back_is_read_again():
             reply = engine.generate([Request(edited, GREEDY, max_tokens=6)])[0]
             assert reply.ids == plain.generate(model, [edited], 6, temperature=0)[0]
             assert reply.reused_tokens == reused
+
+
+@pytest.mark.parametrize("way", ["with strangers", "prompt lookup, run-ahead", "draft, run-ahead"])
+def test_a_busy_day(way):
+    """Texts that branch from each other, samples, stops, cancellations, all at once, in rings that wrap."""
+    config = scale_model(3, VOCAB, 400, dim=32, heads=2, kv_heads=1, short_window=16)
+    model, dice = grown(config), random.Random(way)
+    base = [dice.randrange(VOCAB) for _ in range(330)]
+    requests = []
+    for _ in range(24):
+        cut = dice.choice([0, dice.randint(1, 330), dice.randint(200, 330)])
+        prompt = [*base[:cut], *(dice.randrange(VOCAB) for _ in range(dice.randint(1, 20)))]
+        stops = [dice.randrange(VOCAB) for _ in range(dice.choice([0, 0, 9]))]
+        requests.append(
+            Request(prompt, GREEDY, dice.randint(1, 40), stop_ids=stops, samples=dice.choice([1, 1, 3]))
+        )
+    settings = replace(WAYS[way], slots=5, prefill_tokens=dice.choice([7, 64, 512]))
+    with engine_for(model, settings) as engine:
+        assert max(engine._scheduler.cache.lengths[:2]) == 144, "which wraps around"
+        handles = []
+        for request in requests:
+            handles.append(engine.submit(request))
+            if dice.random() < 0.3:
+                time.sleep(0.02)
+            if dice.random() < 0.2:
+                handles[dice.randrange(len(handles))].cancel()
+        ended = [(request, handle.result(60)) for request, handle in zip(requests, handles, strict=True)]
+        assert engine.stats.reused > 300
+    for request, replies in ended:
+        assert len(replies) == request.samples
+        expected = plain.generate(
+            model, [request.prompt], request.max_tokens, temperature=0, stop=request.stop_ids
+        )[0]
+        for reply in replies:
+            said = reply.ids[:-1] if reply.finish == "stop" else reply.ids
+            assert said == (expected[: len(said)] if reply.finish == "cancelled" else expected)
 
 
 def test_new_weights_take_effect_and_old_keys_are_forgotten():

@@ -159,6 +159,21 @@ def test_a_full_queue_is_refused_and_recovers(parrot, tokenizer):
         assert len(engine.generate([ask(tokenizer, max_tokens=2)] * 20)) == 20, "a batch may be of any size"
 
 
+def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
+    def out_of_memory(weights, cache):
+        def decode(slots, tokens, positions, longest):
+            raise MemoryError("no room")
+
+        return decode
+
+    with Engine(parrot, tokenizer, Settings(slots=1), decoder=out_of_memory) as engine:
+        for handle in [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]:
+            with pytest.raises(MemoryError, match="no room"):
+                handle.result(10)
+        with pytest.raises(RuntimeError, match="has failed"):
+            engine.generate([ask(tokenizer)])
+
+
 def test_a_closed_engine_says_so(parrot, tokenizer):
     engine = Engine(parrot, tokenizer)
     handle = engine.submit(ask(tokenizer))
