@@ -160,14 +160,19 @@ def test_a_full_queue_is_refused_and_recovers(parrot, tokenizer):
 
 
 def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
+    all_wait = threading.Event()
+
     def out_of_memory(weights, cache):
         def decode(slots, tokens, positions, longest):
+            all_wait.wait(10)
             raise MemoryError("no room")
 
         return decode
 
     with Engine(parrot, tokenizer, Settings(slots=1), decoder=out_of_memory) as engine:
-        for handle in [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]:
+        handles = [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]
+        all_wait.set()
+        for handle in handles:
             with pytest.raises(MemoryError, match="no room"):
                 handle.result(10)
         with pytest.raises(RuntimeError, match="has failed"):
