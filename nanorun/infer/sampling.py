@@ -30,7 +30,7 @@ from nanorun.infer.request import Sampling
 _32_BITS = 0xFFFFFFFF
 _ALMOST_ONE = 1 - 2**-24
 Pick = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-INTS, FLOATS = 2, 4  # columns of a row's rules: top_k, seed; temperature, top_p, min_p, repetition penalty
+INTS, FLOATS = 2, 4  # numbers in a row's rules: top_k, seed; temperature, top_p, min_p, penalty
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Rules:
 
     @staticmethod
     def unpacked(ints: Tensor, floats: Tensor) -> "Rules":
-        return Rules(*ints.unbind(1), *floats.unbind(1))
+        """From the columns of rows, (2, N) and (4, N)."""
+        return Rules(*ints.unbind(0), *floats.unbind(0))
 
 
 @dataclass(frozen=True)

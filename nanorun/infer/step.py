@@ -86,9 +86,9 @@ class Stepper:
         self.last = context - 1  # a token there is chosen but never read: nothing may follow it
         self.tokens_per_row = 1 + (drafter.width if drafter else 0)
         device = cache.tokens.device
-        self._ints = torch.zeros(cache.slots + 1, 3 + INTS, dtype=torch.long, device=device)
-        self._ints[: cache.slots, 2] = self.last  # how far a text may get; the scratch slot nowhere
-        self._floats = torch.ones(cache.slots + 1, FLOATS, device=device)
+        # A column a slot: length, next token, how long it may get (the scratch slot 0), and its rules.
+        self._ints = torch.zeros(3 + INTS, cache.slots + 1, dtype=torch.long, device=device)
+        self._floats = torch.ones(FLOATS, cache.slots + 1, device=device)
         self._graphs: dict[tuple[int, Plan], _Captured] | None = {} if graphs else None
         self._pool: Any = None  # the memory that all graphs share
 
@@ -97,8 +97,8 @@ class Stepper:
         device = self._ints.device
         slots = on_device([row.slot for row in rows], device)
         ints = [[row.length, row.pending, self.last, *row.ints] for row in rows]
-        self._ints[slots] = on_device(ints, device)
-        self._floats[slots] = on_device([row.floats for row in rows], device)
+        self._ints[:, slots] = on_device(ints, device).t()
+        self._floats[:, slots] = on_device([row.floats for row in rows], device).t()
 
     def launch(self, slots: Sequence[int], plan: Plan, longest: int) -> Flight:
         """One step for these slots, whose texts have at most `longest` tokens after it."""
@@ -121,21 +121,17 @@ class Stepper:
                     self._captured(bucket(batch), plan)
 
     def _step(self, slots: Tensor, plan: Plan, longest: int | None) -> Outputs:
-        ints = self._ints.index_select(0, slots)
-        floats = self._floats.index_select(0, slots)
-        positions, pending, limit = ints[:, 0], ints[:, 1], ints[:, 2]
-        rules, width = Rules.unpacked(ints[:, 3:], floats), self.tokens_per_row
+        ints, floats = self._ints.index_select(1, slots), self._floats.index_select(1, slots)
+        positions, pending, limit = ints[:3]
+        rules, width = Rules.unpacked(ints[3:], floats), self.tokens_per_row
         rows, tokens, at = slots, pending, positions
         if self.drafter is not None:
             guesses = self.drafter.propose(slots, pending, positions, rules, plan, longest)
             tokens = torch.cat([pending[:, None], guesses], 1).flatten()  # g for each row
-            at = (
-                (positions[:, None] + torch.arange(width, device=slots.device)).clamp(max=self.last).flatten()
-            )
+            at = positions[:, None] + torch.arange(width, device=slots.device)
+            at = at.clamp(max=self.last).flatten()
             rows = slots.repeat_interleave(width)
-            rules = Rules.unpacked(
-                ints[:, 3:].repeat_interleave(width, 0), floats.repeat_interleave(width, 0)
-            )
+            rules = Rules.unpacked(ints[3:].repeat_interleave(width, 1), floats.repeat_interleave(width, 1))
         logits = self.decode(rows, tokens, at, longest)
         history = self.cache.tokens.index_select(0, rows) if plan.penalty else None
         drawn = sample(logits, rules, at + 1, plan, history, self.pick)
@@ -145,8 +141,8 @@ class Stepper:
         if self.drafter is not None:
             agreed = (chosen[:, :-1] == guesses).cumprod(1).sum(1, keepdim=True)
             count, next_token = agreed + 1, chosen.gather(1, agreed)
-        length = torch.minimum(positions[:, None] + count, limit[:, None])
-        self._ints[slots, :2] = torch.cat([length, next_token], 1)
+        length = torch.minimum(positions + count[:, 0], limit)
+        self._ints[:2, slots] = torch.stack([length, next_token[:, 0]])
 
         outputs = [torch.cat([count, chosen], 1)]
         if drawn.logprobs is not None:

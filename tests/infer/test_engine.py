@@ -228,7 +228,7 @@ def test_rows_that_fill_up_a_batch_disturb_nobody():
     batches = [[1], [1, cache.scratch], [cache.scratch, 1, cache.scratch]]
     found = [stepper.launch(batches[i % 3], Plan(), 64).land().tokens[i % 3 == 2] for i in range(20)]
     assert [token for tokens in found for token in tokens] == expected
-    assert stepper._ints[cache.scratch, 0] == 0, "they do not grow"
+    assert stepper._ints[0, cache.scratch] == 0, "they do not grow"
 
 
 def test_int8_generates_too(parrot, tokenizer):

@@ -14,7 +14,7 @@ from nanorun.infer.sampling import Plan, Rules, noise_bits, sample
 def rules_of(samplings, seeds=None):
     seeds = seeds or range(len(samplings))
     packed = [Rules.packed(s, seed) for s, seed in zip(samplings, seeds, strict=True)]
-    return Rules.unpacked(torch.tensor([ints for ints, _ in packed]), torch.tensor([f for _, f in packed]))
+    return Rules.unpacked(torch.tensor([i for i, _ in packed]).t(), torch.tensor([f for _, f in packed]).t())
 
 
 def draw(logits, sampling, draws, **more):
