@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_models import CPU, SHAPES, VOCAB, grown, shape, some_prompts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanorun.config import scale_model
 from nanorun.infer import forward, plain
@@ -229,6 +230,35 @@ def test_rows_that_fill_up_a_batch_disturb_nobody():
     found = [stepper.launch(batches[i % 3], Plan(), 64).land().tokens[i % 3 == 2] for i in range(20)]
     assert [token for tokens in found for token in tokens] == expected
     assert stepper._ints[0, cache.scratch] == 0, "they do not grow"
+
+
+class NothingOnTheHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: values read by the host, and copies from it."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "equal.default")
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert not any(word in str(operation) for word in self.REFUSED), operation
+        if "where" in str(operation):  # takes a number along as a tensor, which CUDA then has to fetch
+            assert all(argument.dim() for argument in args)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("speculate", [None, "lookup", "draft"])
+def test_a_step_can_be_captured(speculate):
+    model = grown(shape("grouped"))
+    plans = [
+        Plan(),
+        Plan(draw=True),
+        Plan(draw=True, top_k=16, min_p=True, penalty=True, logprobs=True, top=5),
+        Plan(draw=True, sort=True),
+    ]
+    engine = engine_for(model, Settings(speculate=speculate))
+    slots = torch.tensor([0, 3, 8, 8])
+    for plan in plans:
+        with NothingOnTheHost():
+            outputs = engine._scheduler.stepper._step(slots, plan, None)
+        assert {output.size(0) for output in outputs} == {4}
 
 
 def test_int8_generates_too(parrot, tokenizer):
