@@ -66,7 +66,8 @@ def decode(
         cache.write(i, slots, positions, k, v)
         kind = (cache.lengths[i], layer.window)
         if kind not in masks:
-            masks[kind] = visible(positions, *kind, longest or cache.lengths[i])
+            seen = visible(positions, *kind, longest or cache.lengths[i])
+            masks[kind] = additive(seen, weights.dtype)[:, None, None]
         return decode_attention(q, cache.k[i], cache.v[i], slots, masks[kind])
 
     x = _blocks(weights, tokens, previous, positions, attend)
@@ -95,17 +96,27 @@ def prefill(
     previous = torch.cat([before, tokens[:, :-1]], 1)
     cache.tokens[real, positions] = tokens
     oldest = max(starts)
+    masks: dict[tuple[int, int], Tensor | None] = {}
+
+    def mask(ring: int, window: int) -> Tensor | None:
+        """What each token sees: of the ring as it was before, and of the chunks themselves."""
+        if oldest == 0 and time <= window:
+            return None  # nothing before, nothing out of sight: plain causal attention, its fast kernel
+        index = torch.arange(min(ring, oldest), device=device)
+        held = start - 1 - (start - 1 - index) % ring  # the position of each key in the ring, < 0: none
+        at = torch.cat([held.masked_fill(held < 0, -window), positions], 1)[:, None]  # (R, 1, keys)
+        query = positions[:, :, None]
+        return additive((at <= query) & (at > query - window), weights.dtype)[:, None]
 
     def attend(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ring = cache.lengths[i]
+        kind = ring, _ = cache.lengths[i], layer.window
+        if kind not in masks:
+            masks[kind] = mask(*kind)
         q, k, v = (x.unflatten(0, (-1, time)).transpose(1, 2) for x in (q, k, v))  # (R, H or K, T, D)
-        reached = min(ring, oldest)
-        index = torch.arange(reached, device=device)
-        held = start - 1 - (start - 1 - index) % ring  # the position of each key in the ring, < 0: none
-        old_k, old_v = (x[i][:, :, :reached].index_select(0, rows[:, 0]) for x in (cache.k, cache.v))
-        mixed = _attend_chunk(q, k, v, old_k, old_v, positions, held, layer.window)
+        old = [x[i][:, :, : min(ring, oldest)].index_select(0, rows[:, 0]) for x in (cache.k, cache.v)]
+        mixed = _attend_chunk(q, torch.cat([old[0], k], 2), torch.cat([old[1], v], 2), masks[kind])
         kept = real.masked_fill(step < size - ring, cache.scratch)  # the ring holds the last of a chunk
-        cache.write(i, kept.flatten(), positions.flatten(), *(_rows(x) for x in (k, v)))
+        cache.write(i, kept.flatten(), positions.flatten(), _rows(k), _rows(v))
         return _rows(mixed)
 
     _blocks(weights, tokens.flatten(), previous.flatten(), positions.flatten(), attend)
@@ -124,32 +135,22 @@ def visible(positions: Tensor, ring: int, window: int, longest: int) -> Tensor:
     return age < (positions + 1).clamp(max=window)[:, None]
 
 
-def decode_attention(q_nhd: Tensor, k_skld: Tensor, v_skld: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
-    """One query a row over what it may see of its slot."""
-    k, v = (x[:, :, : seen.size(1)].index_select(0, slots) for x in (k_skld, v_skld))
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores. Given a boolean one, torch would make this of it in every layer, with a copy
+    from the host that no graph may hold."""
+    return torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def decode_attention(q_nhd: Tensor, k_skld: Tensor, v_skld: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+    """One query a row over what it may see of its slot; the mask is (N, 1, 1, places)."""
+    k, v = (x[:, :, : mask.size(3)].index_select(0, slots) for x in (k_skld, v_skld))
     grouped = q_nhd.unflatten(1, (k.size(1), -1))  # heads that share a key are queries of one head
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None]).flatten(1, 2)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
 
 
-def _attend_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    old_k: Tensor,
-    old_v: Tensor,
-    positions: Tensor,
-    held: Tensor,
-    window: int,
-) -> Tensor:
-    """Queries (R, H, T, D) over the ring as it was before, and over the chunk itself."""
-    repeat = q.size(1) // k.size(1)
-    if held.size(1) == 0 and q.size(2) <= window:
-        mask = None  # nothing before it and nothing out of sight: plain causal attention, its fast kernel
-    else:
-        at = torch.cat([held.masked_fill(held < 0, -window), positions], 1)[:, None]  # (R, 1, keys)
-        mask = ((at <= positions[:, :, None]) & (at > positions[:, :, None] - window))[:, None]
-        k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
-    if repeat > 1:
+def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Queries (R, H, T, D) over all keys (R, K, keys, D); causal where there is no mask."""
+    if (repeat := q.size(1) // k.size(1)) > 1:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
