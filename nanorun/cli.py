@@ -29,7 +29,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
 tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
 train_app = typer.Typer(help="Training: the base model.", no_args_is_help=True)
-bench_app = typer.Typer(help="Speed on this machine: training.", no_args_is_help=True)
+bench_app = typer.Typer(help="Speed on this machine: training, generation.", no_args_is_help=True)
 eval_app = typer.Typer(help="How good a model is: bits per byte.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
 app.add_typer(eval_app, name="eval")
@@ -396,6 +396,52 @@ def bench_train(
     result = bench_train(config, options, steps, fresh_caches)
     keep(result, save)
     _show(result, as_json, tables.bench_train(result))
+
+
+@bench_app.command("infer", epilog=_example("nanorun bench infer --depth 12 --batch 1,8,32,128 --json"))
+def bench_infer(
+    depth: Annotated[int, typer.Option(min=1, max=200, help="A model of this depth, random weights.")] = 12,
+    model: Annotated[str | None, typer.Option(help="A trained run instead, and its own text.")] = None,
+    batch: Annotated[str, typer.Option(help="Texts at a time: one or more numbers.")] = "1,8,32,128",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    int8: Annotated[bool, typer.Option("--int8", help="Weights as int8.")] = False,
+    speculate: Annotated[str | None, typer.Option(help="Guess ahead: lookup or draft.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The run that guesses, with --speculate draft.")] = None,
+    guesses: Annotated[int, typer.Option(min=1, max=16, help="Tokens guessed at a time.")] = 4,
+    save: Annotated[Path | None, typer.Option(help="Keep the result in this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token, ms a step, tokens/s, memory and the share of its bandwidth that is used."""
+    from nanorun import tables
+    from nanorun.bench.infer import Setting, bench_infer
+    from nanorun.bench.record import keep
+
+    setting = Setting(
+        _numbers(batch), prompt, new, temperature, int8, _speculation(speculate, model, draft), guesses
+    )
+    result = bench_infer(depth, model, setting, draft)
+    keep(result, save)
+    _show(result, as_json, tables.bench_infer(result))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1 or max(numbers) > 4096:
+        raise UserError(f"--batch is '{text}': give numbers from 1 to 4096, such as 1,8,32.")
+    return numbers
+
+
+def _speculation(kind: str | None, model: str | None, draft: str | None) -> Any:
+    if kind not in (None, "lookup", "draft"):
+        raise UserError(f"There is no speculation '{kind}': choose lookup or draft.")
+    if kind == "draft" and model and not draft:
+        raise UserError("--speculate draft needs --draft, the name of a smaller run of the same tokenizer.")
+    return kind
 
 
 def _backend(name: str) -> Any:

@@ -148,6 +148,32 @@ def _first_step(result: dict[str, Any]) -> str:
     return f"{result['first_step_cold_s']:.1f} s cold" + (f", {warm:.1f} s warm" if warm is not None else "")
 
 
+def bench_infer(result: dict[str, Any]) -> str:
+    kind = f"int8 weights, {result['dtype']}" if result["int8"] else result["dtype"]
+    guessing = f", speculation by {result['speculate']}" if result["speculate"] else ""
+    title = (
+        f"d{result['depth']}, vocabulary {result['vocab_size']:,}, {kind}{guessing}: prompts of "
+        f"{result['prompt']:,} tokens, {result['new']:,} new ones"
+    )
+    rows = [
+        [
+            f"{row['batch']:,}",
+            f"{row['ttft_ms']:,.1f}",
+            f"{row['ms_per_step']:,.3f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['mbu']:.1%}" if row["mbu"] else "-",
+            f"{row['peak_gib']:.1f}" if row["peak_gib"] else "-",
+            f"{row['acceptance']:.1%}" if "acceptance" in row else "-",
+        ]
+        for row in result["rows"]
+    ]
+    columns = ["batch", "first token ms", "ms a step", "tokens/s", "MBU", "GiB", "guessed right"]
+    bits = (
+        f"\nbits per byte {result['bpb']:.4f}, with int8 {result['bpb_int8']:.4f}" if "bpb" in result else ""
+    )
+    return f"{title}\n\n{table(columns, rows)}{bits}"
+
+
 def bench_train(result: dict[str, Any]) -> str:
     rows = [
         ["model", f"d{result['depth']}, vocabulary {result['vocab_size']:,}, context {result['context']:,}"],

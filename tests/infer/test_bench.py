@@ -1,0 +1,45 @@
+"""`bench infer` reports what was really done."""
+
+import pytest
+
+from nanorun.bench import infer
+from nanorun.errors import UserError
+
+
+@pytest.mark.parametrize("speculate", [None, "lookup", "draft"])
+def test_a_row_for_each_batch_size(speculate):
+    setting = infer.Setting((1, 3), prompt=20, new=6, int8=speculate == "lookup", speculate=speculate)
+    result = infer.bench_infer(1, None, setting)
+    assert (result["what"], result["depth"], result["prompt"]) == ("infer", 1, 20)
+    assert [row["batch"] for row in result["rows"]] == [1, 3]
+    for row in result["rows"]:
+        assert row["ttft_ms"] > 0
+        assert row["tokens_per_s"] > 0.9 * row["batch"] * 1e3 / row["ms_per_step"]
+        assert ("acceptance" in row) == (speculate is not None)
+
+
+def test_bytes_of_a_step_are_the_matrices_and_the_keys_in_sight(monkeypatch):
+    from dataclasses import replace
+
+    from nanorun import hardware
+    from nanorun.config import scale_model
+    from nanorun.infer.weights import Weights
+    from nanorun.model.gpt import build
+
+    machine = replace(hardware.GPUS["h200"], bandwidth_tb_s=1e-6)  # a megabyte a second
+    monkeypatch.setattr(hardware, "this_gpu", lambda: machine)
+    import torch
+
+    config = scale_model(4, 1000, 2048, dim=128, heads=4, kv_heads=2)
+    weights = Weights.of(build(config, torch.device("cpu"), torch.float32))
+    setting = infer.Setting(prompt=1024, new=1)
+    layer = 128 * 128 * 2 + 2 * 128 * 64 + 8 * 128 * 128
+    gates = 16 * 128  # two layers have value gates: two rows, padded to sixteen
+    keys = 3 * 512 + 1025
+    bytes_read = 4 * (4 * layer + 2 * gates + 1024 * 128) + 7 * keys * 2 * 2 * 32 * 4
+    assert infer._mbu(weights, 7, setting, 1.0) == pytest.approx(bytes_read / 1e6)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="do not fit"):
+        infer.bench_infer(1, None, infer.Setting(prompt=2000, new=100))

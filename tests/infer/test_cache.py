@@ -1,0 +1,97 @@
+"""How far a slot can go back, and what copies hold."""
+
+import pytest
+import torch
+from small_models import CPU, VOCAB, grown
+
+from nanorun.config import scale_model
+from nanorun.infer.cache import Cache
+from nanorun.infer.forward import decode, prefill
+from nanorun.infer.slots import Slots, common_prefix
+from nanorun.infer.weights import Weights
+
+CONFIG = scale_model(3, VOCAB, 80, dim=32, heads=2, kv_heads=2, windows="SL", short_window=10)
+TOKENS = torch.randint(0, VOCAB, (80,), generator=torch.Generator().manual_seed(0))
+
+
+def written(high, slack=6, slot=0):
+    weights, cache = Weights.of(grown(CONFIG)), Cache(CONFIG, 4, CPU, torch.float32, slack)
+    prefill(weights, cache, [slot], [TOKENS[:high].tolist()], [0])
+    return weights, cache
+
+
+def goes_on_right(weights, cache, slot, length, steps=12):
+    """Whether a slot cut to `length` tokens goes on as if nothing had ever followed them."""
+    text = torch.cat([TOKENS[:length], TOKENS.flip(0)])[:80]
+    with torch.no_grad():
+        expected = grown(CONFIG).logits(text[None])[0]
+    right = True
+    for at in range(length, min(length + steps, 80)):
+        logits = decode(weights, cache, torch.tensor([slot]), text[at : at + 1], torch.tensor([at]))
+        right &= torch.allclose(logits[0], expected[at], atol=2e-5)
+    return right
+
+
+@pytest.mark.parametrize("high", [5, 16, 17, 20, 50])
+def test_a_slot_can_be_cut_exactly_as_far_as_the_rule_says(high):
+    earliest = written(high)[1].earliest(high)
+    assert earliest == (0 if high <= 16 else high - 6)
+    for length in range(max(earliest, 1), high):
+        assert goes_on_right(*written(high), 0, length)
+    if earliest > 3:
+        assert not goes_on_right(*written(high), 0, earliest - 3), "further back a key of the window is lost"
+
+
+def test_a_slot_that_was_cut_can_be_cut_again_from_its_high_water_mark():
+    weights, cache = written(40)
+    assert goes_on_right(weights, cache, 0, 36, steps=3)
+    assert goes_on_right(weights, cache, 0, 34)
+
+
+def test_a_copy_goes_on_by_itself():
+    weights, cache = written(40, slot=1)
+    cache.copy(1, [0, 3], 40)
+    for slot in (0, 3, 1):
+        assert goes_on_right(weights, cache, slot, 40)
+
+
+def test_memory_is_windows_and_not_contexts():
+    cache = Cache(CONFIG, 4, CPU, torch.float32, slack=6)
+    token = 2 * 2 * 16 * 4  # keys and values, heads, channels, fp32
+    assert cache.bytes == 5 * ((16 + 80 + 80) * token + 80 * 8)
+    assert cache.bytes_read(3) == 3 * 3 * token
+    assert cache.bytes_read(50) == (10 + 50 + 50) * token
+
+
+def test_common_prefixes():
+    for a, b, length in (
+        ([], [1], 0),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 3, 4], [1, 2, 3, 5], 3),
+        ([2], [1], 0),
+    ):
+        assert common_prefix(a, b) == common_prefix(b, a) == length
+
+
+def test_the_next_turn_takes_the_slot_of_the_last_and_strangers_take_the_oldest():
+    slots = Slots([Cache(CONFIG, 3, CPU, torch.float32)])
+    first = slots.take(list(range(20)))
+    first.held = first.high = 19
+    slots.release(first)
+    other = slots.take(list(range(50, 70)))
+    assert (other is not first, other.held) == (True, 0)
+    again = slots.take(list(range(30)))
+    assert (again is first, again.held) == (True, 19)
+
+
+def test_a_shared_beginning_is_copied_and_its_owner_keeps_it():
+    weights, cache = written(40)
+    slots = Slots([cache])
+    text = TOKENS.tolist()
+    owner = slots.all[0]
+    owner.tokens, owner.held, owner.high, owner.busy = text[:40], 40, 40, True
+    taken = slots.take([*text[:36], 1, 2, 3])
+    assert (taken is not owner, taken.held, taken.high) == (True, 36, 40)
+    assert goes_on_right(weights, cache, taken.number, 36)
+    assert goes_on_right(weights, cache, owner.number, 40)
+    assert slots.take([*text[:20], 1, 2, 3]).held == 0, "the ring no longer holds what this would need"
