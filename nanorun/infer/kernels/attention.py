@@ -108,15 +108,15 @@ def plain_rope_cache_attention(
 
 
 @jit
-def rotated(x, cos, sin, gain, HEAD_DIM: tl.constexpr, EPS: tl.constexpr):
-    """Rotary, norm and gain of heads given by pointers (heads, D) to their first channels, as fp32."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    d = tl.arange(0, HEAD_DIM)[None, :]
-    sign = tl.where(d < HALF, 1.0, -1.0)  # the pair (i, i + half): a·cos + b·sin, b·cos - a·sin
-    own = tl.load(x + d).to(tl.float32)
-    partner = tl.load(x + (d + HALF) % HEAD_DIM).to(tl.float32)
-    turned = own * cos + sign * partner * sin
+def rotated(x, at, partner, sign, cos, sin, gain, HEAD_DIM: tl.constexpr, EPS: tl.constexpr):
+    """Rotary, norm and gain of heads (rows, D), as fp32; `partner` is the other channel of each pair."""
+    turned = tl.load(x + at).to(tl.float32) * cos + sign * tl.load(x + partner).to(tl.float32) * sin
     return turned * (tl.rsqrt(tl.sum(turned * turned, 1) / HEAD_DIM + EPS) * gain)[:, None]
+
+
+@jit
+def first_row(tile, g):
+    return tl.sum(tl.where(g[:, None] == 0, tile, 0.0), 0)
 
 
 @jit
@@ -166,13 +166,21 @@ def _rope_cache_attention(
 ):
     let_next_start(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    QUERIES: tl.constexpr = 16 if DOTS else 1  # tensor cores take 16 at least; GROUP of them are real
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
-    d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, KEYS)
+    d = tl.arange(0, HEAD_DIM)
+    # What belongs to the new token is (16, D): the group's queries, and copies in the rows they leave over.
+    # Sixteen is what tensor cores take, and a tile of that shape gives a thread the same 8 channels as a
+    # block of keys does, so that no layout has to change inside the loop.
+    g = tl.arange(0, 16)
+    own = d[None, :] + tl.zeros([16, 1], tl.int32)
+    other = (d + HALF) % HEAD_DIM
+    other = tl.max_contiguous(tl.multiple_of(other, HALF), HALF)[None, :] + tl.zeros([16, 1], tl.int32)
+    angle = tl.max_contiguous(tl.multiple_of(d % HALF, HALF), HALF)[None, :] + tl.zeros([16, 1], tl.int32)
+    sign = tl.where(own < HALF, 1.0, -1.0)  # the pair (i, i + half): a·cos + b·sin, b·cos - a·sin
 
     # this split's share of the positions in the cache that the row sees
     slot = tl.load(slots + row).to(tl.int64)
@@ -188,31 +196,38 @@ def _rope_cache_attention(
         where = (at % LENGTH)[:, None] * HEAD_DIM + d[None, :]
         k_first = tl.load(k_cache + where, mask=at[:, None] < stop, other=0.0)
         v_first = tl.load(v_cache + where, mask=at[:, None] < stop, other=0.0)
-    cos = tl.load(cos_table + position * HALF + d % HALF).to(tl.float32)[None, :]
-    sin = tl.load(sin_table + position * HALF + d % HALF).to(tl.float32)[None, :]
+    cos = tl.load(cos_table + position * HALF + angle).to(tl.float32)
+    sin = tl.load(sin_table + position * HALF + angle).to(tl.float32)
     if VALUES:
         token = tl.load(tokens + row).to(tl.int64)
-        embedded = tl.load(value_embedding + (token * KV_HEADS + head) * HEAD_DIM + d).to(tl.float32)
+        embedded = tl.load(value_embedding + (token * KV_HEADS + head) * HEAD_DIM + own).to(tl.float32)
     wait_for_previous(PDL)
 
     qkv += row * qkv_stride
-    g = tl.arange(0, QUERIES)
     query_heads = head * GROUP + tl.minimum(g, GROUP - 1)
-    query = rotated(qkv + query_heads[:, None] * HEAD_DIM, cos, sin, gain, HEAD_DIM, EPS)
+    from_head = query_heads[:, None] * HEAD_DIM
+    query = rotated(qkv, from_head + own, from_head + other, sign, cos, sin, gain, HEAD_DIM, EPS)
     query *= 1.4426950408889634 / HEAD_DIM**0.5  # scores in powers of two
-    new_key = qkv + HEADS * HEAD_DIM + head * HEAD_DIM + tl.zeros([1, 1], tl.int32)
-    key = rotated(new_key, cos, sin, gain, HEAD_DIM, EPS).to(k_cache.dtype.element_ty)
-    value = tl.load(qkv + (HEADS + KV_HEADS + head) * HEAD_DIM + d).to(tl.float32)
+    new_key = qkv + (HEADS + head) * HEAD_DIM
+    key = rotated(new_key, own, other, sign, cos, sin, gain, HEAD_DIM, EPS).to(k_cache.dtype.element_ty)
+    value = tl.load(qkv + (HEADS + KV_HEADS + head) * HEAD_DIM + own).to(tl.float32)
     if VALUES:
         gate = tl.load(qkv + (HEADS + 2 * KV_HEADS) * HEAD_DIM + head).to(tl.float32)
         value += 3.0 / (1.0 + tl.exp(-gate)) * embedded
-    value = value.to(v_cache.dtype.element_ty)[None, :]
-    mine = (position % LENGTH) * HEAD_DIM + d[None, :]
-    tl.store(k_cache + mine, key, mask=split == 0)
-    tl.store(v_cache + mine, value, mask=split == 0)
+    value = value.to(v_cache.dtype.element_ty)
+    mine = (position % LENGTH) * HEAD_DIM + own
+    writes = (g[:, None] == 0) & (split == 0)
+    tl.store(k_cache + mine, key, mask=writes)
+    tl.store(v_cache + mine, value, mask=writes)
+    p_new = tl.where(split == 0, tl.exp2(tl.sum(query * key.to(tl.float32), 1)), 0.0)
+    new = p_new[:, None] * value.to(tl.float32)
 
-    total = tl.zeros([QUERIES if DOTS else KEYS], tl.float32)
-    acc = tl.zeros([QUERIES if DOTS else KEYS, HEAD_DIM], tl.float32)
+    if DOTS:
+        total, acc = p_new, new
+    else:
+        query = first_row(query, g)[None, :]
+        total = tl.zeros([KEYS], tl.float32)
+        acc = tl.zeros([KEYS, HEAD_DIM], tl.float32)
     if PRELOAD:
         total, acc = attend_block(query, k_first, v_first, start + n < stop, total, acc, DOTS, DTYPE)
         start += KEYS
@@ -222,22 +237,24 @@ def _rope_cache_attention(
         k = tl.load(k_cache + where, mask=at[:, None] < stop, other=0.0)
         v = tl.load(v_cache + where, mask=at[:, None] < stop, other=0.0)
         total, acc = attend_block(query, k, v, at < stop, total, acc, DOTS, DTYPE)
-    if not DOTS:
-        total = tl.sum(total, 0, keep_dims=True)
-        acc = tl.sum(acc, 0, keep_dims=True)
 
-    # the new token itself
-    p = tl.where(split == 0, tl.exp2(tl.sum(query * key.to(tl.float32), 1)), 0.0)
-    total += p
-    acc += p[:, None] * value.to(tl.float32)
-
-    if SPLITS == 1:
-        acc = acc / total[:, None]
     place = (row * HEADS + query_heads) * SPLITS + split
-    real = g < GROUP
-    tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=real[:, None])
-    if SPLITS > 1:
-        tl.store(totals + place, total, mask=real)
+    if DOTS:
+        if SPLITS == 1:
+            acc = acc / total[:, None]
+        else:
+            tl.store(totals + place, total, mask=g < GROUP)
+        to = out + place[:, None] * HEAD_DIM + own
+        tl.store(to, acc.to(out.dtype.element_ty), mask=g[:, None] < GROUP)
+    else:
+        place = (row * HEADS + head) * SPLITS + split
+        one_total = tl.sum(total, 0) + tl.max(p_new, 0)  # all copies of p_new are the same
+        one_acc = tl.sum(acc, 0) + first_row(new, g)
+        if SPLITS == 1:
+            one_acc = one_acc / one_total
+        else:
+            tl.store(totals + place, one_total)
+        tl.store(out + place * HEAD_DIM + d, one_acc.to(out.dtype.element_ty))
 
 
 @jit

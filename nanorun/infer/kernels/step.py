@@ -33,6 +33,7 @@ from nanorun.infer.kernels.linear import (
     Tile,
     linear_residual,
     norm_linear,
+    padded,
     plain_linear_residual,
     plain_norm_linear,
 )
@@ -75,8 +76,9 @@ def tune(config: ModelConfig, batch: int, device: torch.device, int8: bool = Fal
     if few:
         narrow, wide = Tile(rows=4, inputs=256), Tile(rows=16, inputs=256)
         return Tuning("rows", narrow, replace(narrow, rows=8), narrow, narrow, wide, splits, pdl)
-    tile, deep = Tile(rows=16, inputs=256, stages=4), Tile(rows=16, inputs=512)
-    head = Tile(rows=64, inputs=128, stages=4)
+    at_once = 4096 // padded(batch)  # inputs of a stage: a norm keeps the squares of all rows in registers
+    tile = Tile(rows=16, inputs=at_once, stages=4)
+    deep, head = replace(tile, inputs=2 * at_once), Tile(rows=64, inputs=min(at_once, 128), stages=4)
     matrices: Literal["tiles", "cublas"] = "tiles" if int8 or batch <= 64 else "cublas"
     return Tuning(matrices, tile, tile, tile, deep, head, splits, pdl)
 
