@@ -147,7 +147,7 @@ def prefetch_rows(
     if PDL:
         LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
         r = tl.minimum(first + tl.arange(0, ROWS), rows - 1)
-        at = r[:, None] * K + tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
+        at = r[:, None] * K + tl.arange(0, (BLOCK_K + LINE - 1) // LINE)[None, :] * LINE
         for c in tl.static_range(K // BLOCK_K):
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
