@@ -100,7 +100,7 @@ def matrix_tiles(batch: int, dots: bool, kernel: str) -> list[Tile]:
     if kernel == "head":
         return [Tile(16, 256, 4), Tile(8, 256, 4)]
     if kernel == "out":
-        return [Tile(8, 128, 4), Tile(4, 128, 2), Tile(16, 128, 8)]
+        return [Tile(4, 128, 4), Tile(8, 128, 4), Tile(4, 128, 8)]
     return [Tile(4, 256, 4), Tile(8, 256, 8), Tile(8, 256, 4)]
 
 

@@ -7,6 +7,7 @@ interpreter cannot show (layouts, tensor cores, launches ahead) is left to tests
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -396,6 +397,15 @@ def test_the_kernels_can_be_imported_without_triton():
         "else:\n    raise SystemExit(1)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_triton
+def test_a_step_compiles_for_hopper_without_spilling_registers():
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    command = [sys.executable, str(script), "--depths", "12", "--batches", "1", "128"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "_rope_cache_attention" in done.stdout
 
 
 @needs_triton

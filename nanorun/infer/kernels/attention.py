@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from nanorun.infer.kernels.language import dot_dtype, jit, let_next_start, tl, triton, wait_for_previous
-from nanorun.infer.kernels.linear import EPS, Matrix, Tile, load_matrix_rows, store_residual
+from nanorun.infer.kernels.linear import EPS, Matrix, Tile, store_residual
 
 MOST_SCORE = 60.0  # e^60 · 2^17 keys is still far inside fp32 and bf16
 
@@ -258,14 +258,19 @@ def _rope_cache_attention(
 
 
 @jit
-def combined(partial, totals, head_index, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """One head's attention from its splits' sums: (D,)."""
-    at = tl.arange(0, SPLITS)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    acc = tl.sum(tl.load(partial + head_index * (SPLITS * HEAD_DIM) + at).to(tl.float32), 0)
-    total = 0.0
-    for split in tl.static_range(SPLITS):
-        total += tl.load(totals + head_index * SPLITS + split)
-    return acc / total
+def combined(partial, totals, h, real, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The attention of heads h from their splits' sums: (heads, D).
+
+    With heads as the first dimension Triton spreads them over threads, and a thread has its channels of
+    every split: nothing crosses between threads.
+    """
+    place = h[:, None, None] * SPLITS + tl.arange(0, SPLITS)[None, :, None]
+    d = tl.arange(0, HEAD_DIM)[None, None, :]
+    acc = tl.load(partial + place * HEAD_DIM + d, mask=real[:, None, None], other=0.0).to(tl.float32)
+    total = tl.load(totals + h * SPLITS, mask=real, other=1.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(totals + h * SPLITS + split, mask=real, other=0.0)
+    return tl.sum(acc, 1) / total[:, None]
 
 
 @jit
@@ -279,6 +284,7 @@ def _attention_out(
     rows,
     B: tl.constexpr,
     HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     SCALED: tl.constexpr,
@@ -287,25 +293,38 @@ def _attention_out(
 ):
     let_next_start(PDL)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tiles = load_matrix_rows(w, r, rows, HEADS * HEAD_DIM, HEAD_DIM)
+    h = tl.arange(0, HEADS_PADDED)
+    real = h < HEADS
+    d = tl.arange(0, HEAD_DIM)
+    at = r[None, :, None] * (HEADS * HEAD_DIM) + h[:, None, None] * HEAD_DIM + d[None, None, :]
+    weight = tl.load(w + at, mask=(r < rows)[None, :, None] & real[:, None, None], other=0.0)
     wait_for_previous(PDL)
     for b in tl.static_range(B):
-        sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-        for head in tl.static_range(HEADS):
-            mixed = combined(partial, totals, b * HEADS + head, SPLITS, HEAD_DIM)
-            sums += tiles[head].to(tl.float32) * mixed[None, :]
-        y = tl.sum(sums, 1)
+        mixed = combined(partial, totals, b * HEADS + h, real, SPLITS, HEAD_DIM)
+        y = tl.sum(tl.sum(weight.to(tl.float32) * mixed[:, None, :], 2), 0)
         if SCALED:
             y *= tl.load(scales + r, mask=r < rows, other=0.0)
         store_residual(y, x, x, x, out, b * rows + r, r < rows, 1.0, 0.0, False, False)
 
 
 @jit
-def _combine(partial, totals, out, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PDL: tl.constexpr):
+def _combine(
+    partial,
+    totals,
+    out,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     wait_for_previous(PDL)
-    mixed = combined(partial, totals, tl.program_id(0), SPLITS, HEAD_DIM)
-    tl.store(out + tl.program_id(0) * HEAD_DIM + tl.arange(0, HEAD_DIM), mixed.to(out.dtype.element_ty))
+    h = tl.arange(0, HEADS_PADDED)
+    index = tl.program_id(0) * HEADS + h
+    mixed = combined(partial, totals, index, h < HEADS, SPLITS, HEAD_DIM)
+    at = index[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=(h < HEADS)[:, None])
 
 
 # ---- what the step calls
@@ -358,8 +377,8 @@ def attention_out(
     rows = matrix.weight.size(0)
     _attention_out[(triton.cdiv(rows, tile.rows),)](
         partial, totals, matrix.weight, matrix.scales, x, out, rows,
-        B=batch, HEADS=heads, HEAD_DIM=head_dim, SPLITS=splits, SCALED=matrix.scales is not None,
-        ROWS=tile.rows, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        B=batch, HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), HEAD_DIM=head_dim, SPLITS=splits,
+        SCALED=matrix.scales is not None, ROWS=tile.rows, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -367,7 +386,8 @@ def attention_out(
 def combine(partial: Tensor, totals: Tensor, out: Tensor, *, pdl: bool = False) -> Tensor:
     """Attention (B, H·D) from its splits' sums."""
     batch, heads, splits, head_dim = partial.shape
-    _combine[(batch * heads,)](
-        partial, totals, out, SPLITS=splits, HEAD_DIM=head_dim, PDL=pdl, num_warps=1, launch_pdl=pdl
-    )
+    _combine[(batch,)](
+        partial, totals, out, HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), SPLITS=splits,
+        HEAD_DIM=head_dim, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return out

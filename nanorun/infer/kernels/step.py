@@ -72,10 +72,11 @@ def tune(config: ModelConfig, batch: int, device: torch.device, int8: bool = Fal
         count = 1
         while count < min(wanted, blocks, MOST_SPLITS):
             count *= 2
-        splits[window] = Split(splits=count, keys=KEYS_PER_BLOCK, preload=few)
+        splits[window] = Split(count, KEYS_PER_BLOCK, stages=2 if few else 3, preload=few)
     if few:
         narrow, wide = Tile(rows=4, inputs=256), Tile(rows=16, inputs=256)
-        return Tuning("rows", narrow, replace(narrow, rows=8), narrow, narrow, wide, splits, pdl)
+        out = replace(narrow, warps=4 if config.heads <= 8 else 8)  # a warp has one or two heads there
+        return Tuning("rows", narrow, out, narrow, narrow, wide, splits, pdl)
     at_once = 4096 // padded(batch)  # inputs of a stage: a norm keeps the squares of all rows in registers
     tile = Tile(rows=16, inputs=at_once, stages=4)
     deep, head = replace(tile, inputs=2 * at_once), Tile(rows=64, inputs=min(at_once, 128), stages=4)
