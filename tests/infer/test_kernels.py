@@ -22,6 +22,7 @@ from nanorun.infer.kernels.weights import RingCache, decode_weights
 from nanorun.model.gpt import build
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXACT = 1e-6 if DEVICE.type == "cpu" else 1e-5  # a GPU's exp and rsqrt are approximate in the last bits
 needs_triton = pytest.mark.skipif(
     not HAVE_TRITON, reason="Triton is not installed (pip install triton==3.6.0 --no-deps): kernels not run"
 )
@@ -60,7 +61,7 @@ def test_norm_linear_agrees_with_float64(batch, kind, dots):
             x, matrix, y, tile=Tile(16, 32), rows=37, activation=activation, cap=2.0, dots=dots
         )
         truth = linear.plain_norm_linear(x.double(), matrix, activation, 2.0)[:, :37]
-        assert relative_error(y[:, :37], truth) < (2e-2 if DEVICE.type == "cuda" and dots else 1e-6)
+        assert relative_error(y[:, :37], truth) < (2e-2 if DEVICE.type == "cuda" and dots else EXACT)
         assert y[:, 37:].isnan().all(), "wrote past its rows"
 
 
@@ -78,7 +79,7 @@ def test_linear_residual_agrees_with_float64_and_may_write_over_its_input(batch,
     linear.linear_residual(
         h, matrix, x, x, tile=Tile(16, 32), a=1.1, b=0.3, extra=extra, keep=keep, dots=dots
     )
-    bound = 2e-2 if DEVICE.type == "cuda" and dots else 1e-6
+    bound = 2e-2 if DEVICE.type == "cuda" and dots else EXACT
     assert relative_error(x, stream) < bound
     assert relative_error(keep, after) < bound
 
@@ -146,7 +147,9 @@ def test_attention_over_a_ring_agrees_with_float64(heads, dots, preload, splits)
     for window, length, values in ((10, 10, True), (10, 13, False), (24, 32, True)):
         case = attention_case(heads, length, [0, 1, window - 1, window, 3 * length + 5], values)
         exact = [x.clone().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in case]
-        fast, _, _ = fast_attention(case, heads, window, Split(splits, 8, preload=preload, dots=dots))
+        fast, _, _ = fast_attention(
+            case, heads, window, Split(splits, 16 if dots else 8, preload=preload, dots=dots)
+        )
         qkv, k_cache, v_cache, slots, positions, cos, sin, tokens, table = exact
         truth = attention.plain_rope_cache_attention(
             qkv,
@@ -161,7 +164,7 @@ def test_attention_over_a_ring_agrees_with_float64(heads, dots, preload, splits)
             tokens.long(),
             table,
         )
-        assert relative_error(fast, truth) < (5e-3 if DEVICE.type == "cuda" else 1e-6)
+        assert relative_error(fast, truth) < (5e-3 if DEVICE.type == "cuda" else EXACT)
         for mine, theirs in ((case[1], k_cache), (case[2], v_cache)):
             torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
@@ -187,7 +190,7 @@ def test_the_output_projection_adds_up_the_splits():
         truth, _ = linear.plain_linear_residual(mixed.double(), matrix, x.double())
         out = poison(3, 40)
         attention.attention_out(sums, totals, matrix, x, out, tile=Tile(16, 128))
-        assert relative_error(out, truth) < 1e-6
+        assert relative_error(out, truth) < EXACT
 
 
 def test_attention_refuses_what_it_cannot_do():
@@ -220,8 +223,8 @@ def test_embedding_sees_the_token_before_it_in_its_own_slot(smear):
     truth = embed.plain_embed(table.double(), tokens, expected, slots, positions, weight, 0.7, torch.float64)
     start, stream = poison(3, 96), poison(3, 96)
     embed.embed(table, tokens, history, slots, positions, weight, 0.7, start, stream, 1.3)
-    assert relative_error(start, truth) < 1e-6
-    assert relative_error(stream, 1.3 * truth) < 1e-6
+    assert relative_error(start, truth) < EXACT
+    assert relative_error(stream, 1.3 * truth) < EXACT
     assert torch.equal(history, expected)
 
 
@@ -232,13 +235,13 @@ def test_residual_and_norm_and_activations_agree_with_float64():
     normed, keep = poison(3, 96), poison(3, 96)
     elementwise.residual_norm(x, y, x, normed, a=1.1, b=0.2, extra=extra, keep=keep)
     for fast, exact in zip((x, normed, keep), truth, strict=True):
-        assert relative_error(fast, exact) < 1e-6
+        assert relative_error(fast, exact) < EXACT
     z = randn(3, 96, seed=3)
     square = torch.relu(z.double()).square()
     capped = poison(3, 90)
     elementwise.softcap(40 * z, capped, 15.0)
-    assert relative_error(capped, elementwise.plain_softcap(40 * z.double(), 15.0)[:, :90]) < 1e-6
-    assert relative_error(elementwise.relu2_(z), square) < 1e-6
+    assert relative_error(capped, elementwise.plain_softcap(40 * z.double(), 15.0)[:, :90]) < EXACT
+    assert relative_error(elementwise.relu2_(z), square) < EXACT
 
 
 # ---- choosing a token
@@ -264,7 +267,7 @@ def test_the_head_and_the_logits_choose_the_same_token_as_the_definition():
         best = head.head_logits_and_best(x, matrix, logits, 15.0, seeds, positions, warm, tile=Tile(16, 32))
         assert (
             relative_error(logits, linear.plain_norm_linear(x.double(), matrix, "softcap", 15.0)[:, :67])
-            < 1e-6
+            < EXACT
         )
         truth = head.plain_pick(logits, noise, warm)
         tokens = torch.empty(3, dtype=torch.int32, device=DEVICE)
@@ -362,7 +365,7 @@ def test_a_step_of_ragged_rows_is_the_model(shape, batch, matrices):
     windows = {config.window(layer) for layer in range(config.depth)}
     tuning = replace(
         tune(config, batch, DEVICE), matrices=matrices, qkv=small, out=small, up=small, down=small, head=small,
-        splits={w: Split(splits=1 if w > 10 else 2, keys=8, preload=matrices == "rows") for w in windows},
+        splits={w: Split(splits=1 if w > 10 else 2, keys=16, preload=matrices == "rows") for w in windows},
     )  # fmt: skip
     rows = torch.arange(batch, device=DEVICE)
     for more in range(2):

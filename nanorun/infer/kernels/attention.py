@@ -357,6 +357,8 @@ def rope_cache_attention(
             f"a gain of {heads.gain} lets scores grow past exp's range without a running maximum"
         )
     dots = split.dots or heads.group > 1
+    if dots and split.keys < 16:
+        raise ValueError(f"tensor cores take blocks of 16 keys at least, not {split.keys}")
     if heads.group > 16:
         raise ValueError(f"{heads.group} queries a kv head are more than the 16 that one program takes")
     _rope_cache_attention[(qkv.size(0) * heads.kv_heads, split.splits)](
