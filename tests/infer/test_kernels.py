@@ -365,7 +365,7 @@ def test_a_step_of_ragged_rows_is_the_model(shape, batch, matrices):
     windows = {config.window(layer) for layer in range(config.depth)}
     tuning = replace(
         tune(config, batch, DEVICE), matrices=matrices, qkv=small, out=small, up=small, down=small, head=small,
-        splits={w: Split(splits=1 if w > 10 else 2, keys=16, preload=matrices == "rows") for w in windows},
+        splits={w: Split(splits=2 if w > 10 else 1, keys=16, preload=matrices == "rows") for w in windows},
     )  # fmt: skip
     rows = torch.arange(batch, device=DEVICE)
     for more in range(2):
