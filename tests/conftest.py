@@ -6,6 +6,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: as the comm
 
 from pathlib import Path
 
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: without a GPU its kernels run on the CPU
+
 import pytest
 
 SHARED_DATA = Path(

@@ -1,0 +1,435 @@
+"""The kernels of a decode step on this GPU: right, and how fast, one by one and together.
+
+    python bench/decode_kernels.py
+    python bench/decode_kernels.py --depths 12 --batches 1 128 --context 1024
+
+Every figure is the median of CUDA-graph replays. A kernel alone is timed back to back over enough copies of
+its weights (or slots of the cache) that none is still in L2, so its GB/s are of device memory; with
+programmatic launch such a chain overlaps as a step does. Each kernel is tried with a few tilings, the step
+with the tilings chosen in `step.tune` ("default") and then "tuned": each kernel in turn given the tiling
+that makes the step fastest, which need not be the one fastest alone. A helper process for each model and
+batch compiles ahead into Triton's cache, which the timing process then finds full; what is not compiled or
+measured in --seconds is left out, and said. Prints a table of the best tilings (--all: of every one) and
+last one JSON line with the steps; --save keeps everything.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from nanorun.bench.record import keep, record
+from nanorun.config import ModelConfig, scale_model
+from nanorun.infer.kernels.attention import Split, attention_out, rope_cache_attention
+from nanorun.infer.kernels.elementwise import relu2_, residual_norm, softcap
+from nanorun.infer.kernels.head import best_of_blocks, head_logits_and_best, pick
+from nanorun.infer.kernels.linear import Matrix, Tile, linear_residual, norm_linear, padded
+from nanorun.infer.kernels.step import Tuning, decode_step, plain_step, tune
+from nanorun.infer.kernels.weights import DecodeWeights, RingCache, Scratch, decode_weights
+from nanorun.model.gpt import build
+
+CUDA = torch.device("cuda")
+BEYOND_L2 = 300_000_000  # bytes; an H200 has 60 MB
+VOCAB = 32_768
+
+
+@dataclass(frozen=True)
+class Candidate:
+    kernel: str
+    label: str
+    bytes: int
+    call: Callable[[int], Any]  # launches the kernel on the i-th copy of its data
+    copies: int
+    choice: Any = None  # the Tile or Split, for the tuned step
+    way: str = ""  # of doing matrices
+
+
+def replay_us(launches: Callable[[], Any], count: int, replays: int = 15) -> float:
+    """Median microseconds of one of `count` launches, by graph replay."""
+    launches()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    times = []
+    for _ in range(replays + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times[2:])[replays // 2] * 1000 / count
+
+
+@torch.no_grad()
+def random_weights(depth: int) -> DecodeWeights:
+    model = build(scale_model(depth, VOCAB), CUDA, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=1.0 if "embed" in name else parameter.size(1) ** -0.5)
+    return decode_weights(model, torch.bfloat16)
+
+
+@torch.no_grad()
+def full_cache(config: ModelConfig, slots: int) -> RingCache:
+    cache = RingCache.empty(config, slots, torch.bfloat16, CUDA)
+    for keys, values in zip(cache.keys, cache.values, strict=True):
+        keys.copy_(torch.nn.functional.rms_norm(torch.randn_like(keys), (config.head_dim,)) * config.qk_gain)
+        values.normal_()
+    cache.tokens.random_(0, VOCAB)
+    return cache
+
+
+def matrix_tiles(batch: int, dots: bool, kernel: str) -> list[Tile]:
+    if dots:
+        at_once = 4096 // padded(batch)
+        if kernel == "head":
+            return [Tile(64, min(at_once, 128), 4, 4), Tile(128, min(at_once, 64), 4, 4)]
+        tiles = [Tile(16, at_once, 4, 4), Tile(32, at_once, 4, 3)]
+        return [replace(t, inputs=2 * t.inputs) for t in tiles] if kernel == "down" else tiles
+    if kernel == "head":
+        return [Tile(16, 256, 4), Tile(8, 256, 4)]
+    if kernel == "out":
+        return [Tile(4, 128, 4), Tile(8, 128, 4), Tile(4, 128, 8)]
+    return [Tile(4, 256, 4), Tile(8, 256, 8), Tile(8, 256, 4)]
+
+
+def splits_to_try(batch: int) -> list[Split]:
+    if batch <= 8:
+        few, some, many = (4, 8, 16) if batch == 1 else (1, 2, 4)
+        wide = [Split(count, 64, 4, 2, preload=True) for count in (some, few, many)]
+        return [*wide, Split(few, 128, 8, 2, preload=True)]
+    if batch < 100:
+        return [Split(1, 64, 4, 3), Split(2, 64, 4, 3), Split(4, 64, 4, 3), Split(2, 64, 4, 3, dots=True)]
+    shapes = [(64, 4, 3, False), (64, 4, 3, True), (64, 4, 4, True), (32, 4, 5, False), (128, 8, 3, False)]
+    return [Split(1, keys, warps, stages, dots=dots) for keys, warps, stages, dots in shapes]
+
+
+def copies_of(rows: int, inputs: int) -> list[Matrix]:
+    count = min(max(BEYOND_L2 // (rows * inputs * 2), 2), 128)
+    stack = torch.empty(count, rows, inputs, dtype=torch.bfloat16, device=CUDA).normal_(std=inputs**-0.5)
+    return [Matrix(weight) for weight in stack]
+
+
+def candidates(weights: DecodeWeights, batch: int, context: int, pdl: bool) -> list[Candidate]:
+    """Every kernel of a step with each of its tilings."""
+    config = weights.config
+    width, hidden = config.dim, config.mlp_ratio * config.dim
+    x = torch.randn(batch, width, device=CUDA)
+    extra = torch.randn_like(x)
+    h = torch.randn(batch, hidden, device=CUDA, dtype=torch.bfloat16)
+    narrow = h[:, :width].contiguous()
+    rows = weights.qkv_rows(config.depth - 1)
+    qkv = torch.randn(batch, weights.qkv.weight.size(1), device=CUDA, dtype=torch.bfloat16)
+    logits = torch.empty(batch, VOCAB, device=CUDA)
+    sizes = {
+        "qkv": (qkv.size(1), width),
+        "out": (width, width),
+        "up": (hidden, width),
+        "down": (width, hidden),
+    }
+    made: list[Candidate] = []
+
+    for kernel, (outputs, inputs) in (sizes | {"head": (VOCAB, width)}).items():
+        matrices = copies_of(outputs, inputs)
+        count, size = len(matrices), outputs * inputs * 2
+        for dots in [False] * (batch <= 8) + [True] * (8 <= batch <= 64):
+            for tile in matrix_tiles(batch, dots, kernel):
+                if kernel == "qkv":
+
+                    def call(i, m=matrices, t=tile, d=dots):
+                        norm_linear(x, m[i], qkv, tile=t, rows=rows, dots=d, pdl=pdl)
+                elif kernel == "up":
+
+                    def call(i, m=matrices, t=tile, d=dots):
+                        norm_linear(x, m[i], h, tile=t, activation="relu2", dots=d, pdl=pdl)
+                elif kernel == "head":
+
+                    def call(i, m=matrices, t=tile, d=dots):
+                        norm_linear(x, m[i], logits, tile=t, activation="softcap", cap=15.0, dots=d, pdl=pdl)
+                elif kernel == "out" and not dots:
+                    splits = 8 if batch == 1 else 4
+                    sums = torch.randn(batch, config.heads, splits, config.head_dim, device=CUDA).bfloat16()
+                    totals = torch.rand(batch, config.heads, splits, device=CUDA) + 1
+
+                    def call(i, m=matrices, t=tile, s=sums, n=totals):
+                        attention_out(s, n, m[i], x, extra, tile=t, pdl=pdl)
+                else:
+
+                    def call(i, m=matrices, t=tile, d=dots, source=h if kernel == "down" else narrow):
+                        linear_residual(
+                            source, m[i], x, extra, tile=t, a=0.5, b=0.1, extra=extra, dots=d, pdl=pdl
+                        )
+
+                way = "tiles" if dots else "rows"
+                label = f"{way} {tile.rows}x{tile.inputs} w{tile.warps} s{tile.stages}"
+                made.append(Candidate(kernel, label, size, call, count, tile, way))
+        if batch >= 8:
+            source = h if kernel == "down" else narrow
+            y = torch.empty(batch, outputs, device=CUDA, dtype=torch.bfloat16)
+
+            def product(i, m=matrices, source=source, y=y):
+                torch.mm(source, m[i].weight.T, out=y)
+
+            made.append(Candidate(kernel, "cublas", size, product, count, None, "cublas"))
+
+    token = torch.zeros(batch, dtype=torch.int32, device=CUDA)
+    positions = torch.full((batch,), context - 1, dtype=torch.int32, device=CUDA)
+    for window in sorted({config.window(layer) for layer in range(config.depth)}):
+        seen = min(window, context)
+        row_bytes = 2 * config.kv_heads * config.head_dim * 2
+        count = min(max(BEYOND_L2 // (batch * seen * row_bytes), 2), 128)
+        shape = (count * batch, config.kv_heads, window, config.head_dim)
+        keys = torch.empty(shape, dtype=torch.bfloat16, device=CUDA).uniform_(-1, 1)
+        values = torch.empty(shape, dtype=torch.bfloat16, device=CUDA).normal_()
+        slots = torch.randperm(count * batch, device=CUDA).view(count, batch).int()
+        for split in splits_to_try(batch):
+            sums = torch.empty(batch, config.heads, split.splits, config.head_dim, device=CUDA).bfloat16()
+            totals = torch.empty(batch, config.heads, split.splits, device=CUDA)
+
+            def attend(i, s=split, o=sums, n=totals, k=keys, v=values, at=slots, w=window):
+                rope_cache_attention(
+                    qkv, k, v, at[i], positions, weights.cos, weights.sin, weights.heads, w, o, n,
+                    token, weights.value_embeds[config.depth - 1], split=s, pdl=pdl,
+                )  # fmt: skip
+
+            label = f"{split.splits} x {split.keys} keys w{split.warps} s{split.stages}"
+            label += " preload" * split.preload + " dots" * split.dots
+            name = f"attention {window}"
+            made.append(Candidate(name, label, batch * seen * row_bytes, attend, count, split))
+
+    seeds, warm = torch.arange(batch, device=CUDA), torch.ones(batch, device=CUDA)
+    raw, normed = logits.bfloat16(), torch.empty_like(narrow)
+    small: dict[str, Callable[[int], Any]] = {
+        "sample": lambda i: pick(*best_of_blocks(logits, seeds, positions, warm, pdl=pdl), token, pdl=pdl),
+    }
+    if batch <= 8:
+        head = copies_of(VOCAB, width)
+        small["head+sample"] = lambda i: pick(
+            *head_logits_and_best(
+                x, head[i % 2], logits, 15.0, seeds, positions, warm, tile=Tile(16, 256), pdl=pdl
+            ),
+            token,
+            pdl=pdl,
+        )
+    if batch > 8:
+        small["residual_norm"] = lambda i: residual_norm(x, narrow, extra, normed, pdl=pdl)
+        ones = torch.ones_like(h)  # the fixed point of what is done in place
+        small["relu2"] = lambda i: relu2_(ones, pdl=pdl)
+        small["softcap"] = lambda i: softcap(raw, logits, 15.0, pdl=pdl)
+    made += [Candidate(name, "", 0, call, 20) for name, call in small.items()]
+    return made
+
+
+def tuned_step(
+    base: Tuning, tried: list[Candidate], time_of: Callable[[Tuning], float], deadline: float
+) -> Tuning:
+    """Each kernel's tiling in turn set to what makes the whole step fastest."""
+    best, best_us = base, time_of(base)
+    for candidate in tried:
+        if time.monotonic() > deadline:
+            break
+        window = candidate.kernel.removeprefix("attention ")
+        if window != candidate.kernel:
+            changed = replace(best, splits={**best.splits, int(window): candidate.choice})
+        elif candidate.choice is not None and candidate.way == base.matrices:
+            changed = replace(best, **{candidate.kernel: candidate.choice})
+        else:
+            continue
+        us = time_of(changed)
+        if us < best_us * 0.998:
+            best, best_us = changed, us
+    return best
+
+
+@torch.no_grad()
+def step_us(weights: DecodeWeights, cache: RingCache, batch: int, context: int, tuning: Tuning) -> float:
+    scratch = Scratch(weights, batch, tuning.most_splits)
+    slots = torch.arange(batch, device=CUDA, dtype=torch.int32)
+    tokens = torch.randint(0, VOCAB, (batch,), device=CUDA, dtype=torch.int32)
+    positions = torch.full((batch,), context - 1, device=CUDA, dtype=torch.int32)
+
+    def run() -> None:
+        decode_step(weights, cache, slots, tokens, positions, tuning=tuning, scratch=scratch)
+
+    return replay_us(run, 1, replays=40)
+
+
+def run_once(weights: DecodeWeights, cache: RingCache, batch: int, tuning: Tuning) -> float:
+    """For its compiling alone."""
+    rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
+    decode_step(weights, cache, rows, rows, rows, tuning=tuning)
+    return 0.0
+
+
+@torch.no_grad()
+def step_error(weights: DecodeWeights, cache: RingCache, batch: int, tuning: Tuning) -> float:
+    """‖fast - float64‖ / ‖float64‖ of the logits, at odd lengths."""
+    rows = min(batch, cache.tokens.size(0))
+    slots = torch.randperm(rows, device=CUDA)[:batch].int()
+    tokens = torch.randint(0, VOCAB, (batch,), device=CUDA, dtype=torch.int32)
+    positions = torch.randint(0, weights.config.context, (batch,), device=CUDA, dtype=torch.int32)
+    exact = RingCache(
+        tuple(k.double() for k in cache.keys), tuple(v.double() for v in cache.values), cache.tokens.clone()
+    )
+    fast = decode_step(weights, cache, slots, tokens, positions, tuning=tuning).double()
+    truth = plain_step(weights, exact, slots, tokens, positions)
+    return ((fast - truth).norm() / truth.norm()).item()
+
+
+def step_bytes(config: ModelConfig, batch: int, context: int) -> int:
+    """Weights once, and the keys and values that are seen."""
+    seen = sum(min(config.window(layer), context) for layer in range(config.depth))
+    return 2 * config.scaling_parameters + batch * seen * 2 * config.kv_heads * config.head_dim * 2
+
+
+def tunings(config: ModelConfig, batch: int) -> dict[str, Tuning]:
+    base = tune(config, batch, CUDA)
+    ways: dict[str, Tuning] = {"default": base, "default, no PDL": replace(base, pdl=False)}
+    if batch == 8:
+        ways["tiles"] = replace(tune(config, 9, CUDA), splits=base.splits)
+    if 8 <= batch <= 64:
+        ways["cublas"] = replace(base, matrices="cublas")
+    return ways
+
+
+def measure(
+    weights: DecodeWeights, batch: int, context: int, deadline: float, compile_only: bool
+) -> list[dict[str, Any]]:
+    config = weights.config
+    cache = full_cache(config, batch)
+    found: list[dict[str, Any]] = []
+    shape = {"depth": config.depth, "batch": batch}
+    ways = tunings(config, batch)
+
+    def time_step(label: str, tuning: Tuning) -> float:
+        us = step_us(weights, cache, batch, context, tuning)
+        label = f"{label} ({tuning.matrices})"
+        size = step_bytes(config, batch, context)
+        found.append({**shape, "kernel": "STEP", "label": label, "us": us, "bytes": size, "best": True})
+        return us
+
+    if not compile_only:
+        error = step_error(weights, cache, batch, ways["default"])
+        found.append({**shape, "kernel": "ERROR", "label": "step against float64", "error": error})
+    step_times = {label: time_step(label, tuning) for label, tuning in ways.items()}
+    fastest: dict[str, dict[str, Any]] = {}
+    tried = candidates(weights, batch, context, ways["default"].pdl)
+    for candidate in tried:
+        if time.monotonic() > deadline:
+            found.append({**shape, "kernel": "NOTE", "label": "out of time: the sweep was cut short"})
+            return found
+        if compile_only:
+            candidate.call(0)
+            continue
+
+        def chain(candidate: Candidate = candidate) -> None:
+            for i in range(candidate.copies):
+                candidate.call(i)
+
+        us = replay_us(chain, candidate.copies)
+        row = {
+            **shape,
+            "kernel": candidate.kernel,
+            "label": candidate.label,
+            "us": us,
+            "bytes": candidate.bytes,
+        }
+        found.append(row)
+        key = f"{candidate.kernel} {candidate.way}"
+        if key not in fastest or us < fastest[key]["us"]:
+            fastest[key] = row
+    for row in fastest.values():
+        row["best"] = True
+    if compile_only:
+        for way in (tuning for tuning in ways.values() if tuning.pdl):
+            tuned_step(way, tried, lambda tuning: run_once(weights, cache, batch, tuning), deadline)
+    else:
+        start = ways[min(step_times, key=lambda label: step_times[label])]
+        tuned = tuned_step(
+            start, tried, lambda tuning: step_us(weights, cache, batch, context, tuning), deadline
+        )
+        time_step("tuned", tuned)
+        found[-1]["tuning"] = str(tuned)
+    return found
+
+
+def print_table(found: list[dict[str, Any]], bandwidth: float) -> None:
+    print(f"{'d':>3} {'B':>4} {'kernel':<15} {'tiling':<32} {'µs':>8} {'GB/s':>6} {'of copy':>7}")
+    for row in found:
+        start = f"{row['depth']:>3} {row['batch']:>4} {row['kernel']:<15} {row['label']:<32}"
+        if "us" not in row:
+            print(f"{start} {row.get('error', float('nan')):>8.4f}")
+            continue
+        speed = row["bytes"] / row["us"] / 1e3
+        tail = f"{speed:>6.0f} {speed / bandwidth:>7.0%}" if row["bytes"] else ""
+        print(f"{start} {row['us']:>8.2f} {tail}")
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a device copy, bytes read and written both counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / replay_us(lambda: target.copy_(source), 1) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--depths", type=int, nargs="+", default=[12, 20])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--context", type=int, default=1024, help="tokens in each row")
+    parser.add_argument("--seconds", type=float, default=85.0, help="sweeps stop after this long")
+    parser.add_argument("--all", action="store_true", help="print every tiling, not only the best")
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This measures a GPU, and there is none here.")
+    begin = time.monotonic()
+    cells = [(depth, batch) for depth in args.depths for batch in args.batches]
+    if not args.compile_only:
+        command = [sys.executable, __file__, "--compile-only", "--seconds", str(args.seconds / 2)]
+        helpers = [
+            subprocess.Popen([*command, "--depths", str(depth), "--batches", str(batch)])
+            for depth, batch in cells
+        ]
+        for helper in helpers:
+            helper.wait()
+        print(f"{len(cells)} helpers compiled for {time.monotonic() - begin:.0f} s", flush=True)
+    found: list[dict[str, Any]] = []
+    weights: DecodeWeights | None = None
+    for left, (depth, batch) in zip(range(len(cells), 0, -1), cells, strict=True):
+        if weights is None or weights.config.depth != depth:
+            weights = random_weights(depth)
+        now = time.monotonic()
+        deadline = now + (begin + args.seconds - now) / left
+        found += measure(weights, batch, args.context, deadline, args.compile_only)
+        torch.cuda.empty_cache()
+    if args.compile_only:
+        return
+    bandwidth = copy_bandwidth()
+    shown = [row for row in found if args.all or "us" not in row or row.get("best")]
+    print_table(shown, bandwidth)
+    result = record("decode kernels", context=args.context, copy_gb_per_s=bandwidth, rows=found)
+    keep(result, args.save)
+    steps = [row for row in found if row["kernel"] in ("STEP", "ERROR")]
+    print(json.dumps({**result, "rows": steps}, ensure_ascii=False), flush=True)
+    wrong = [row for row in steps if row.get("error", 0.0) > 0.03]
+    if wrong:
+        sys.exit(f"{len(wrong)} steps disagree with float64 by more than 3%.")
+
+
+if __name__ == "__main__":
+    main()

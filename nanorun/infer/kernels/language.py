@@ -1,0 +1,78 @@
+# mypy: disallow-untyped-defs=False
+"""Triton where it is installed, and programmatic dependent launch.
+
+Importing the kernels must work without Triton (a CPU build of torch has none): `jit` and `tl` are then
+stand-ins that are enough to define a kernel and not to run it. With TRITON_INTERPRET=1 in the environment
+before the first import, kernels run on the CPU, slowly, and tests use that.
+
+**Programmatic dependent launch** (Hopper and later). A kernel launched with `launch_pdl=True` may begin
+once every program of the kernel before it has said `let_next_start()`. What it does up to its own
+`wait_for_previous()` runs beside the earlier kernel; after it, everything the earlier kernel wrote is
+visible. Two rules keep this correct here:
+- Before the wait a kernel only reads what no kernel of this step writes: weights, and what was on the
+  device before the step (tokens, positions, the cache of earlier positions). The first kernel of a step is
+  launched the ordinary way, so all of that is complete before any of the step begins.
+- Every kernel of a step waits. The end of one then implies the end of all before it.
+"""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from nanorun.errors import UserError
+
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class _Absent:
+    """What a kernel's definition touches when Triton is not there to run it."""
+
+    constexpr = object
+
+
+def _define_only(function: Any) -> Any:
+    return function
+
+
+triton: Any = importlib.import_module("triton") if HAVE_TRITON else None
+tl: Any = importlib.import_module("triton.language") if HAVE_TRITON else _Absent()
+cuda: Any = importlib.import_module("triton.language.extra.cuda") if HAVE_TRITON else None
+jit: Any = triton.jit if HAVE_TRITON else _define_only
+
+
+@jit
+def let_next_start(PDL: tl.constexpr):
+    if PDL:
+        cuda.gdc_launch_dependents()
+
+
+@jit
+def wait_for_previous(PDL: tl.constexpr):
+    if PDL:
+        cuda.gdc_wait()
+
+
+def pdl_works(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def require_triton() -> None:
+    if not HAVE_TRITON:
+        raise UserError("The decode kernels need Triton, which is not installed: pip install triton (Linux).")
+
+
+def largest_power_of_two_in(number: int, limit: int) -> int:
+    """The widest tile that divides a dimension evenly: 256 in 768, 1280 or 5120."""
+    return min(number & -number, limit)
+
+
+def dot_dtype(dtype: torch.dtype) -> Any:
+    """What tensor cores multiply in: the dtype itself, and bf16, where int8 is exact, for int8.
+
+    Triton's interpreter multiplies the bits of bf16 as if they were integers: there it is fp32.
+    """
+    if dtype == torch.float32 or triton.knobs.runtime.interpret:
+        return tl.float32
+    return tl.float16 if dtype == torch.float16 else tl.bfloat16

@@ -1,0 +1,237 @@
+"""The decode kernels at real shapes: bf16 against float64, odd lengths, launched ahead of one another, in a graph."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanorun.config import scale_model
+from nanorun.infer.kernels import attention, linear
+from nanorun.infer.kernels.attention import Heads, Split
+from nanorun.infer.kernels.head import best_of_blocks, head_logits_and_best, pick
+from nanorun.infer.kernels.linear import Matrix, Tile, quantized
+from nanorun.infer.kernels.step import decode_step, plain_step, tune
+from nanorun.infer.kernels.weights import RingCache, Scratch, decode_weights
+from nanorun.model.gpt import build
+
+pytest.importorskip("triton", reason="Triton is not installed")
+CUDA = torch.device("cuda")
+
+
+def randn(*shape, dtype=torch.bfloat16, seed=0):
+    dice = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", generator=dice).to(dtype)
+
+
+def poison(*shape, dtype=torch.bfloat16):
+    return torch.full(shape, float("nan"), device="cuda", dtype=dtype)
+
+
+def relative_error(fast, truth):
+    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "dots"), [(1, False), (3, False), (8, False), (8, True), (17, True), (64, True)]
+)
+@pytest.mark.parametrize("inputs", [768, 1280])
+def test_matrix_kernels_agree_with_float64(inputs, batch, dots, int8):
+    weight = randn(3 * inputs + 16, inputs) * inputs**-0.5
+    up = quantized(weight) if int8 else Matrix(weight)
+    down_weight = randn(inputs, 4 * inputs, seed=1) * inputs**-0.5
+    down = quantized(down_weight) if int8 else Matrix(down_weight)
+    x, h = randn(batch, inputs, dtype=torch.float32), randn(batch, 4 * inputs)
+    extra = randn(batch, inputs, dtype=torch.float32, seed=2)
+    at_once = 4096 // linear.padded(batch)
+    tile = Tile(16, at_once, stages=4) if dots else Tile(4, 256)
+    for pdl in (False, True):
+        y = poison(batch, 3 * inputs + 16)
+        rows = 3 * inputs + 6
+        linear.norm_linear(x, up, y, tile=tile, rows=rows, activation="relu2", dots=dots, pdl=pdl)
+        truth = linear.plain_norm_linear(x.double(), up, "relu2")[:, :rows]
+        assert relative_error(y[:, :rows], truth) < 1e-2
+        assert y[:, rows:].isnan().all()
+        out, keep = poison(batch, inputs, dtype=torch.float32), poison(batch, inputs, dtype=torch.float32)
+        linear.linear_residual(
+            h, down, x, out, tile=tile, a=1.1, b=0.2, extra=extra, keep=keep, dots=dots, pdl=pdl
+        )
+        truth, after = linear.plain_linear_residual(h.double(), down, x.double(), 1.1, 0.2, extra.double())
+        assert relative_error(out, truth) < 5e-3
+        assert relative_error(keep, after) < 5e-3
+
+
+SPLITS = [
+    Split(1), Split(1, 64, 4, 3, dots=True), Split(1, 128, 8, 2), Split(8, preload=True), Split(16, 32, preload=True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    "heads", [Heads(6, 6, 128, 1.2), Heads(16, 4, 128, 1.2), Heads(4, 4, 64, 1.2)], ids=str
+)
+@pytest.mark.parametrize(("window", "length"), [(512, 512), (500, 700), (2048, 2048)])
+def test_attention_over_a_ring_agrees_with_float64(window, length, heads, split):
+    positions = [0, 1, 63, 64, 65, 511, 512, 513, 777, 1023, 1999]
+    batch, slots = len(positions), len(positions) + 3
+    shape = (slots, heads.kv_heads, length, heads.head_dim)
+    k_cache = torch.nn.functional.rms_norm(randn(*shape, seed=1), (heads.head_dim,)) * heads.gain
+    v_cache = randn(*shape, seed=2)
+    kv_dim = heads.kv_heads * heads.head_dim
+    qkv = randn(batch, (heads.heads + 2 * heads.kv_heads) * heads.head_dim + 16)
+    angle = (
+        torch.arange(2048, device="cuda")[:, None] * 0.01 * randn(heads.head_dim // 2, dtype=torch.float32)
+    )
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    at = torch.tensor(positions, device="cuda", dtype=torch.int32)
+    where = torch.randperm(slots, device="cuda")[:batch].int()
+    tokens = torch.randint(0, 100, (batch,), device="cuda", dtype=torch.int32)
+    table = randn(100, kv_dim, seed=3)
+    exact_k, exact_v = k_cache.double(), v_cache.double()
+    truth = attention.plain_rope_cache_attention(
+        qkv.double(), exact_k, exact_v, where.long(), at.long(), cos, sin, heads, window, tokens.long(), table
+    )
+    sums = poison(batch, heads.heads, split.splits, heads.head_dim)
+    totals = poison(batch, heads.heads, split.splits, dtype=torch.float32)
+    out = poison(batch, heads.heads * heads.head_dim)
+    attention.rope_cache_attention(
+        qkv, k_cache, v_cache, where, at, cos, sin, heads, window, sums, totals, tokens, table, split=split
+    )
+    fast = attention.combine(sums, totals, out) if split.splits > 1 else sums.view_as(out)
+    assert relative_error(fast, truth) < 1e-2
+    for row in range(batch):  # long sums average noise away: no row may hide behind another
+        assert relative_error(fast[row], truth[row]) < 2e-2, positions[row]
+    assert relative_error(k_cache, exact_k) < 4e-3
+    assert relative_error(v_cache, exact_v) < 4e-3
+    if split.splits > 1:
+        x = randn(8, 768, dtype=torch.float32)
+        matrix = Matrix(randn(768, out.size(1), seed=4) * 0.03)
+        projected = poison(8, 768, dtype=torch.float32)
+        attention.attention_out(sums[:8], totals[:8], matrix, x, projected, tile=Tile(8, 128))
+        expected, _ = linear.plain_linear_residual(fast[:8].double(), matrix, x.double())
+        assert relative_error(projected, expected) < 5e-3
+
+
+@torch.no_grad()
+def awake_weights(depth, int8=False):
+    """Random weights of a d12 or d20, every part of which does something."""
+    model = build(scale_model(depth, 32_768), CUDA, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=1.0 if "embed" in name else parameter.size(1) ** -0.5)
+    model.smear_scale.fill_(0.5)
+    return decode_weights(model, torch.bfloat16, int8=int8)
+
+
+@torch.no_grad()
+def filled_cache(config, slots):
+    cache = RingCache.empty(config, slots, torch.bfloat16, CUDA)
+    for keys, values in zip(cache.keys, cache.values, strict=True):
+        keys.copy_(torch.nn.functional.rms_norm(torch.randn_like(keys), (config.head_dim,)) * config.qk_gain)
+        values.normal_()
+    cache.tokens.random_(0, config.vocab_size)
+    return cache
+
+
+def copied(cache, dtype=None):
+    return RingCache(
+        tuple(k.to(dtype or k.dtype, copy=True) for k in cache.keys),
+        tuple(v.to(dtype or v.dtype, copy=True) for v in cache.values),
+        cache.tokens.clone(),
+    )
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@torch.no_grad()
+def test_steps_of_every_size_agree_with_float64(int8):
+    weights = awake_weights(12, int8)
+    config = weights.config
+    for batch in (1, 3, 8, 17, 65, 128):
+        cache = filled_cache(config, batch + 2)
+        slots = torch.randperm(batch + 2, device="cuda")[:batch].int()
+        tokens = torch.randint(0, config.vocab_size, (batch,), device="cuda", dtype=torch.int32)
+        positions = torch.randint(0, config.context, (batch,), device="cuda", dtype=torch.int32)
+        positions[0] = 1023
+        truth = plain_step(weights, copied(cache, torch.float64), slots, tokens, positions)
+        ways = {"tiles"} if int8 and batch > 8 else {"rows", "tiles"} if batch <= 8 else {"tiles", "cublas"}
+        for way in sorted(ways):
+            tuning = tune(config, batch, CUDA, int8)
+            if way != tuning.matrices:
+                other = {"rows": 1, "tiles": 64, "cublas": 128}[way]
+                tuning = replace(tune(config, other, CUDA), splits=tuning.splits)
+            if batch > 64 and way == "tiles":
+                tuning = replace(
+                    tuning,
+                    qkv=Tile(32, 32),
+                    out=Tile(32, 32),
+                    up=Tile(32, 32),
+                    down=Tile(32, 64),
+                    head=Tile(64, 32),
+                )
+            logits = decode_step(weights, copied(cache), slots, tokens, positions, tuning=tuning)
+            assert relative_error(logits, truth) < 3e-2, (batch, way)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32, 128])
+@torch.no_grad()
+def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
+    """Kernels that start before their predecessors end must not see half-written data: forty steps, twice."""
+    weights = awake_weights(12)
+    config = weights.config
+    started = filled_cache(config, batch)
+    slots = torch.arange(batch, device="cuda", dtype=torch.int32)
+    tokens = torch.zeros(batch, device="cuda", dtype=torch.int32)
+    positions = torch.zeros(batch, device="cuda", dtype=torch.int32)
+    first = torch.randint(500, 520, (batch,), device="cuda", dtype=torch.int32)
+    overlapped = tune(config, batch, CUDA)
+    scratch = Scratch(weights, batch, overlapped.most_splits)
+
+    def steps(run):
+        positions.copy_(first)
+        said = []
+        for step in range(40):
+            tokens.fill_(7919 * step % config.vocab_size)
+            said.append(run().clone())
+            positions.add_(1)
+        return torch.stack(said)
+
+    apart = copied(started)
+    serial = replace(overlapped, pdl=False)
+    truth = steps(lambda: decode_step(weights, apart, slots, tokens, positions, tuning=serial))
+    cache = copied(started)
+    decode_step(weights, cache, slots, tokens, positions, tuning=overlapped, scratch=scratch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_step(weights, cache, slots, tokens, positions, tuning=overlapped, scratch=scratch)
+    for _ in range(2):
+        for mine, theirs in zip((*cache.keys, *cache.values), (*started.keys, *started.values), strict=True):
+            mine.copy_(theirs)
+        cache.tokens.copy_(started.tokens)
+
+        def replayed():
+            scratch.logits.fill_(float("nan"))
+            graph.replay()
+            return scratch.logits
+
+        said = steps(replayed)
+        if overlapped.matrices == "cublas":  # free to add up in another order inside a graph
+            assert relative_error(said, truth) < 1e-2
+        else:
+            assert torch.equal(said, truth)
+
+
+@torch.no_grad()
+def test_tokens_are_chosen_alike_by_the_head_and_from_its_logits():
+    x, matrix = randn(8, 768, dtype=torch.float32), Matrix(randn(32_768, 768) * 0.05)
+    seeds = torch.arange(8, device="cuda")
+    positions = torch.arange(8, device="cuda", dtype=torch.int32) + 100
+    temperatures = torch.tensor([0.0, 1.0, 0.5, 0.8, 0.0, 2.0, 1.0, 1.0], device="cuda")
+    logits = poison(8, 32_768, dtype=torch.float32)
+    best = head_logits_and_best(x, matrix, logits, 15.0, seeds, positions, temperatures, tile=Tile(16, 256))
+    truth = linear.plain_norm_linear(x.double(), matrix, "softcap", 15.0)
+    assert relative_error(logits, truth) < 1e-3
+    tokens = pick(*best, torch.empty(8, dtype=torch.int32, device="cuda")).clone()
+    again = pick(*best_of_blocks(logits, seeds, positions, temperatures), torch.empty_like(tokens))
+    assert torch.equal(tokens, again)
+    assert torch.equal(tokens[temperatures == 0].long(), logits.argmax(1)[temperatures == 0])

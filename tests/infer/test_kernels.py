@@ -1,0 +1,416 @@
+"""The decode kernels against their definitions in float64, and a whole step against the model.
+
+On a machine without a GPU the kernels run through Triton's interpreter, so shapes are tiny. What the
+interpreter cannot show (layouts, tensor cores, launches ahead) is left to tests/gpu.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanorun.config import ModelConfig
+from nanorun.infer.kernels import attention, elementwise, embed, head, linear
+from nanorun.infer.kernels.attention import Heads, Split
+from nanorun.infer.kernels.language import HAVE_TRITON, jit, tl, triton
+from nanorun.infer.kernels.linear import Matrix, Tile, quantized
+from nanorun.infer.kernels.step import decode_step, plain_step, tune
+from nanorun.infer.kernels.weights import RingCache, decode_weights
+from nanorun.model.gpt import build
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXACT = 1e-6 if DEVICE.type == "cpu" else 1e-5  # a GPU's exp and rsqrt are approximate in the last bits
+needs_triton = pytest.mark.skipif(
+    not HAVE_TRITON, reason="Triton is not installed (pip install triton==3.6.0 --no-deps): kernels not run"
+)
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def poison(*shape, dtype=torch.float32):
+    return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+def relative_error(fast, truth):
+    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def matrices(rows, inputs):
+    weight = 0.1 * randn(rows, inputs, seed=5)
+    return {"fp32": Matrix(weight), "bf16": Matrix(weight.bfloat16()), "int8": quantized(weight)}
+
+
+# ---- matrices
+
+
+@needs_triton
+@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("batch", [1, 3, 17])
+def test_norm_linear_agrees_with_float64(batch, kind, dots):
+    matrix = matrices(40, 96)[kind]
+    x = 3 * randn(batch, 96)
+    for activation in ("none", "relu2", "softcap"):
+        y = poison(batch, 48)
+        linear.norm_linear(
+            x, matrix, y, tile=Tile(16, 32), rows=37, activation=activation, cap=2.0, dots=dots
+        )
+        truth = linear.plain_norm_linear(x.double(), matrix, activation, 2.0)[:, :37]
+        assert relative_error(y[:, :37], truth) < (2e-2 if DEVICE.type == "cuda" and dots else EXACT)
+        assert y[:, 37:].isnan().all(), "wrote past its rows"
+
+
+@needs_triton
+@pytest.mark.parametrize("dots", [False, True])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("batch", [1, 3, 17])
+def test_linear_residual_agrees_with_float64_and_may_write_over_its_input(batch, kind, dots):
+    matrix = matrices(40, 96)[kind]
+    h, x, extra = randn(batch, 96), randn(batch, 40, seed=1), randn(batch, 40, seed=2)
+    stream, after = linear.plain_linear_residual(
+        h.double(), matrix, x.double(), a=1.1, b=0.3, extra=extra.double()
+    )
+    keep = poison(batch, 40)
+    linear.linear_residual(
+        h, matrix, x, x, tile=Tile(16, 32), a=1.1, b=0.3, extra=extra, keep=keep, dots=dots
+    )
+    bound = 2e-2 if DEVICE.type == "cuda" and dots else EXACT
+    assert relative_error(x, stream) < bound
+    assert relative_error(keep, after) < bound
+
+
+def test_int8_rows_are_within_half_a_step_of_the_weight():
+    weight = randn(33, 64)
+    matrix = quantized(weight)
+    assert ((matrix.dense(torch.float32) - weight).abs() <= matrix.scales[:, None] * 0.5001).all()
+
+
+# ---- attention
+
+
+def attention_case(heads, length, positions, values, seed=0, dtype=torch.float32):
+    """qkv, both caches, slots out of order, positions, tables, tokens and value embedding."""
+    batch, slots = len(positions), len(positions) + 2
+    width = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
+    qkv = randn(batch, width + 16, seed=seed, dtype=dtype)
+    shape = (slots, heads.kv_heads, length, heads.head_dim)
+    k_cache = torch.nn.functional.rms_norm(randn(*shape, seed=seed + 1), (heads.head_dim,)) * heads.gain
+    v_cache = randn(*shape, seed=seed + 2, dtype=dtype)
+    where = torch.arange(slots, device=DEVICE).flip(0)[:batch].int()
+    at = torch.tensor(positions, device=DEVICE, dtype=torch.int32)
+    angle = torch.arange(max(positions) + 1, device=DEVICE)[:, None] * randn(heads.head_dim // 2, seed=3)
+    tokens = torch.arange(batch, device=DEVICE, dtype=torch.int32) * 3 % 7
+    table = randn(7, heads.kv_heads * heads.head_dim, seed=4, dtype=dtype) if values else None
+    return qkv, k_cache.to(dtype), v_cache, where, at, angle.cos(), angle.sin(), tokens, table
+
+
+def fast_attention(case, heads, window, split):
+    """Attention (B, H·D) by the kernel, its splits added up."""
+    qkv, k_cache, v_cache, slots, positions, cos, sin, tokens, table = case
+    shape = (qkv.size(0), heads.heads, split.splits)
+    sums, totals = poison(*shape, heads.head_dim, dtype=qkv.dtype), poison(*shape)
+    attention.rope_cache_attention(
+        qkv,
+        k_cache,
+        v_cache,
+        slots,
+        positions,
+        cos,
+        sin,
+        heads,
+        window,
+        sums,
+        totals,
+        tokens,
+        table,
+        split=split,
+    )
+    out = poison(qkv.size(0), heads.heads * heads.head_dim, dtype=qkv.dtype)
+    return (attention.combine(sums, totals, out) if split.splits > 1 else sums.view_as(out)), sums, totals
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("preload", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "dots"),
+    [(Heads(2, 2, 32, 1.2), False), (Heads(2, 2, 32, 1.2), True), (Heads(6, 2, 64, 1.2), True)],
+    ids=["one query", "one query, dots", "grouped"],
+)
+def test_attention_over_a_ring_agrees_with_float64(heads, dots, preload, splits):
+    """Rows before, at and far past the window, the ring both longer than the window and wrapped."""
+    for window, length, values in ((10, 10, True), (10, 13, False), (24, 32, True)):
+        case = attention_case(heads, length, [0, 1, window - 1, window, 3 * length + 5], values)
+        exact = [x.clone().double() if torch.is_tensor(x) and x.is_floating_point() else x for x in case]
+        fast, _, _ = fast_attention(
+            case, heads, window, Split(splits, 16 if dots else 8, preload=preload, dots=dots)
+        )
+        qkv, k_cache, v_cache, slots, positions, cos, sin, tokens, table = exact
+        truth = attention.plain_rope_cache_attention(
+            qkv,
+            k_cache,
+            v_cache,
+            slots.long(),
+            positions.long(),
+            cos,
+            sin,
+            heads,
+            window,
+            tokens.long(),
+            table,
+        )
+        assert relative_error(fast, truth) < (5e-3 if DEVICE.type == "cuda" else EXACT)
+        for mine, theirs in ((case[1], k_cache), (case[2], v_cache)):
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_a_split_without_keys_counts_for_nothing():
+    heads = Heads(2, 2, 32, 1.2)
+    case = attention_case(heads, 64, [0, 3, 40], values=False)
+    _, sums, totals = fast_attention(case, heads, 64, Split(8, 8))
+    assert (totals[0, :, 1:] == 0).all()
+    assert (sums[0, :, 1:] == 0).all()
+    assert (totals[:, :, 0] > 0).all()
+    assert not sums.isnan().any()
+
+
+@needs_triton
+def test_the_output_projection_adds_up_the_splits():
+    heads = Heads(4, 4, 32, 1.2)
+    case = attention_case(heads, 64, [50, 7, 20], values=True)
+    mixed, sums, totals = fast_attention(case, heads, 64, Split(4, 8))
+    x = randn(3, 40)
+    for matrix in matrices(40, 128).values():
+        truth, _ = linear.plain_linear_residual(mixed.double(), matrix, x.double())
+        out = poison(3, 40)
+        attention.attention_out(sums, totals, matrix, x, out, tile=Tile(16, 128))
+        assert relative_error(out, truth) < EXACT
+
+
+def test_attention_refuses_what_it_cannot_do():
+    def ask(heads, window, length):
+        case = attention_case(heads, length, [0], values=False)
+        out = poison(1, heads.heads, heads.head_dim)
+        attention.rope_cache_attention(*case[:7], heads, window, out, split=Split())
+
+    with pytest.raises(ValueError, match="window of 20"):
+        ask(Heads(2, 2, 32, 1.2), 20, 16)
+    with pytest.raises(ValueError, match="gain of 4"):
+        ask(Heads(2, 2, 32, 4.0), 8, 16)
+    with pytest.raises(ValueError, match="32 queries"):
+        ask(Heads(32, 1, 32, 1.2), 8, 16)
+
+
+# ---- the small kernels
+
+
+@needs_triton
+@pytest.mark.parametrize("smear", [False, True])
+def test_embedding_sees_the_token_before_it_in_its_own_slot(smear):
+    table, gate = randn(11, 96), randn(24, seed=1)
+    history = torch.randint(0, 11, (5, 8), device=DEVICE, dtype=torch.int32)
+    tokens, slots, positions = (
+        torch.tensor(x, device=DEVICE, dtype=torch.int32) for x in ([3, 9, 0], [4, 0, 2], [0, 8, 21])
+    )
+    expected = history.clone()
+    weight = gate if smear else None
+    truth = embed.plain_embed(table.double(), tokens, expected, slots, positions, weight, 0.7, torch.float64)
+    start, stream = poison(3, 96), poison(3, 96)
+    embed.embed(table, tokens, history, slots, positions, weight, 0.7, start, stream, 1.3)
+    assert relative_error(start, truth) < EXACT
+    assert relative_error(stream, 1.3 * truth) < EXACT
+    assert torch.equal(history, expected)
+
+
+@needs_triton
+def test_residual_and_norm_and_activations_agree_with_float64():
+    x, y, extra = randn(3, 96), randn(3, 96, seed=1), randn(3, 96, seed=2)
+    truth = elementwise.plain_residual_norm(x.double(), y.double(), 1.1, 0.2, extra.double())
+    normed, keep = poison(3, 96), poison(3, 96)
+    elementwise.residual_norm(x, y, x, normed, a=1.1, b=0.2, extra=extra, keep=keep)
+    for fast, exact in zip((x, normed, keep), truth, strict=True):
+        assert relative_error(fast, exact) < EXACT
+    z = randn(3, 96, seed=3)
+    square = torch.relu(z.double()).square()
+    capped = poison(3, 90)
+    elementwise.softcap(40 * z, capped, 15.0)
+    assert relative_error(capped, elementwise.plain_softcap(40 * z.double(), 15.0)[:, :90]) < EXACT
+    assert relative_error(elementwise.relu2_(z), square) < EXACT
+
+
+# ---- choosing a token
+
+
+@jit
+def write_noise(out, seeds, positions, VOCAB: tl.constexpr, PADDED: tl.constexpr):
+    row, token = tl.program_id(0), tl.arange(0, PADDED)
+    noise = head.gumbel(tl.load(seeds + row), tl.load(positions + row).to(tl.int64), token)
+    tl.store(out + row * VOCAB + token, noise, mask=token < VOCAB)
+
+
+@needs_triton
+def test_the_head_and_the_logits_choose_the_same_token_as_the_definition():
+    x, matrix = 2 * randn(3, 96), Matrix(0.2 * randn(70, 96, seed=1))
+    seeds = torch.tensor([5, 5, 2**40 + 1], device=DEVICE)
+    positions = torch.tensor([4, 9, 4], device=DEVICE, dtype=torch.int32)
+    noise = torch.empty(3, 67, device=DEVICE)
+    write_noise[(3,)](noise, seeds, positions, VOCAB=67, PADDED=128)
+    for temperature in (0.0, 1.0, 0.3):
+        warm = torch.tensor([temperature, 1.0, temperature], device=DEVICE)
+        logits = poison(3, 67)
+        best = head.head_logits_and_best(x, matrix, logits, 15.0, seeds, positions, warm, tile=Tile(16, 32))
+        assert (
+            relative_error(logits, linear.plain_norm_linear(x.double(), matrix, "softcap", 15.0)[:, :67])
+            < EXACT
+        )
+        truth = head.plain_pick(logits, noise, warm)
+        tokens = torch.empty(3, dtype=torch.int32, device=DEVICE)
+        assert torch.equal(head.pick(*best, tokens).long(), truth)
+        again = head.best_of_blocks(logits, seeds, positions, warm)
+        assert torch.equal(head.pick(*again, tokens).long(), truth)
+
+
+@needs_triton
+def test_the_largest_of_logits_and_noise_is_distributed_as_softmax():
+    seeds = torch.tensor([0, 1, 2**33], device=DEVICE)
+    positions = torch.tensor([0, 7, 7], device=DEVICE, dtype=torch.int32)
+    noise = poison(3, 8000)
+    write_noise[(3,)](noise, seeds, positions, VOCAB=8000, PADDED=8192)
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0], device=DEVICE)
+    drawn = (logits + noise.view(-1, 5)).argmax(1)
+    shares, expected = torch.bincount(drawn, minlength=5) / len(drawn), logits.softmax(0)
+    spread = (expected * (1 - expected) / len(drawn)).sqrt()
+    assert ((shares - expected).abs() < 4 * spread + 1e-6).all(), (shares, expected)
+    assert abs(torch.corrcoef(noise)[0, 1]) < 0.05
+    assert abs(torch.corrcoef(noise)[1, 2]) < 0.05
+
+
+# ---- the whole step
+
+
+def awake_model(**shape):
+    """A model whose every part does something (a fresh one starts with zeros)."""
+    shape = {"depth": 3, "dim": 64, "heads": 2, "kv_heads": 2, "vocab_size": 90, "context": 40, **shape}
+    config = ModelConfig(**{"short_window": 10, **shape})
+    model = build(config, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=1.0 if "embed" in name else parameter.size(1) ** -0.5)
+        if config.smear:
+            model.smear_scale.fill_(0.7)
+    return model.to(DEVICE)
+
+
+SHAPES = {
+    "plain": {},
+    "grouped": {"dim": 128, "heads": 4, "kv_heads": 2},
+    "two layers, wide heads": {"dim": 128, "heads": 2, "depth": 2},
+    "one layer": {"depth": 1},
+    "bare": {
+        "value_embeddings": False, "residual_scalars": False, "smear": False, "backout": False, "softcap": 0.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@torch.no_grad()
+def test_the_plain_step_is_the_model(shape):
+    model = awake_model(**shape)
+    tokens = torch.randint(0, 90, (2, 40), device=DEVICE)
+    truth = model.logits(tokens)
+    weights = decode_weights(model, torch.float32)
+    cache = RingCache.empty(model.config, 3, torch.float32, DEVICE)
+    slots = torch.tensor([2, 0], device=DEVICE)
+    for at in range(40):
+        positions = torch.full((2,), at, device=DEVICE)
+        logits = plain_step(weights, cache, slots, tokens[:, at], positions)
+        torch.testing.assert_close(logits, truth[:, at], rtol=1e-3, atol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("shape", "batch", "matrices"),
+    [
+        ("plain", 1, "rows"),
+        ("one layer", 17, "cublas"),
+        ("grouped", 3, "tiles"),
+        ("two layers, wide heads", 17, "tiles"),
+        ("two layers, wide heads", 3, "rows"),
+        ("plain", 3, "cublas"),
+        ("bare", 1, "tiles"),
+    ],
+)
+@torch.no_grad()
+def test_a_step_of_ragged_rows_is_the_model(shape, batch, matrices):
+    """Rows of different lengths, some past the short window's ring; two steps, the second on the first's cache."""
+    model = awake_model(**SHAPES[shape])
+    config, weights = model.config, decode_weights(model, torch.float32)
+    tokens = torch.randint(0, 90, (batch, 40), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    lengths = [(37 - 7 * row) % 38 for row in range(batch)]
+    truth = model.logits(tokens)
+    cache = RingCache.empty(config, batch + 1, torch.float32, DEVICE)
+    slots = torch.arange(batch, 0, -1, device=DEVICE, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        for at in range(length):
+            where = torch.tensor([at], device=DEVICE)
+            plain_step(weights, cache, slots[row : row + 1], tokens[row, at : at + 1], where)
+    small = Tile(rows=16, inputs=32)
+    windows = {config.window(layer) for layer in range(config.depth)}
+    tuning = replace(
+        tune(config, batch, DEVICE), matrices=matrices, qkv=small, out=small, up=small, down=small, head=small,
+        splits={w: Split(splits=2 if w > 10 else 1, keys=16, preload=matrices == "rows") for w in windows},
+    )  # fmt: skip
+    rows = torch.arange(batch, device=DEVICE)
+    for more in range(2):
+        positions = torch.tensor(lengths, device=DEVICE, dtype=torch.int32) + more
+        logits = decode_step(
+            weights, cache, slots, tokens[rows, positions.long()].int(), positions, tuning=tuning
+        )
+        expected = truth[rows, positions.long()]
+        assert relative_error(logits, expected) < (1e-2 if DEVICE.type == "cuda" else 1e-5)
+
+
+@needs_triton
+@torch.no_grad()
+def test_a_step_with_int8_weights_is_the_definition_with_them():
+    model = awake_model(depth=2)
+    weights = decode_weights(model, torch.float32, int8=True)
+    caches = [RingCache.empty(model.config, 1, torch.float32, DEVICE) for _ in range(2)]
+    slots, tokens, positions = (torch.tensor([x], device=DEVICE, dtype=torch.int32) for x in (0, 5, 0))
+    assert weights.qkv.weight.dtype == torch.int8
+    truth = plain_step(weights, caches[0], slots, tokens, positions)
+    assert relative_error(decode_step(weights, caches[1], slots, tokens, positions), truth) < 1e-5
+
+
+def test_the_kernels_can_be_imported_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from nanorun.infer.kernels import step, language\n"
+        "from nanorun.errors import UserError\n"
+        "assert not language.HAVE_TRITON\n"
+        "try:\n    step.decode_step(None, None, None, None, None)\n"
+        "except UserError as error:\n    assert 'pip install triton' in str(error)\n"
+        "else:\n    raise SystemExit(1)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_triton
+def test_a_step_compiles_for_hopper_without_spilling_registers():
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    command = [sys.executable, str(script), "--depths", "12", "--batches", "1", "128"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "_rope_cache_attention" in done.stdout
+
+
+@needs_triton
+def test_the_interpreter_runs_these_tests_where_there_is_no_gpu():
+    assert DEVICE.type == "cuda" or triton.knobs.runtime.interpret
