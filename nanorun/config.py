@@ -250,7 +250,12 @@ def scale(
     if batch_tokens is None:
         batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * growth**0.383))
         batch_tokens = max(batch_tokens, context)
-    batch_tokens = max(batch_tokens // context, 1) * context
+    if batch_tokens < context:
+        raise UserError(
+            f"A step of {batch_tokens:,} tokens is less than one row of {context:,}: use a larger --batch-tokens "
+            "or a smaller --context."
+        )
+    batch_tokens = batch_tokens // context * context
     steps = horizon.steps or max(round(wanted / batch_tokens), 1)
     growth = steps * batch_tokens / (ratio * reference.scaling_parameters)
 

@@ -325,13 +325,24 @@ def _clear_up(folder: Path) -> None:
 
 
 def _check_same(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    changes = [f"{path} was {was} and is now {now}" for path, was, now in _differences(old, new)]
+    changes = [f"{path} was {was} and is now {now}" for path, was, now in _differences(_completed(old), new)]
     if changes:
         more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise UserError(
             f"The run '{name}' was begun with other settings ({'; '.join(changes[:3])}{more}): give those "
-            "again to go on with it, --fresh to throw it away and begin anew, or another --name."
+            f"again to go on with it (--config {home.runs_dir() / name / CONFIG} gives them all), --fresh to throw it "
+            "away and begin anew, or another --name."
         )
+
+
+def _completed(old: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of an earlier nanorun, with what it did not know yet at its default."""
+    from nanorun.config import Config
+
+    try:
+        return json.loads(json.dumps(Config.from_dict(old).to_dict()))
+    except (UserError, TypeError, KeyError, ValueError, AttributeError):
+        return old
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str, str]]:

@@ -46,6 +46,9 @@ class Training:
     peak_flops: float | None = None  # of the device, for MFU
     guard: Guard = field(default_factory=Guard)
     scale: LossScale = field(default_factory=lambda: LossScale(False))
+    position: dict[str, Any] = field(default_factory=dict)  # of the loader, behind the last whole step
+    stop: Callable[[], object] = lambda: False  # asked between micro-batches
+    pulse: Callable[[int], object] = lambda tokens: None  # told of each micro-batch
     step: int = 0  # updates done
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
@@ -70,6 +73,10 @@ class Step:
     rate: float
 
 
+class Abandoned(Exception):
+    """The step was left in the middle, on request. Nothing of it counts: it will be done again, from its start."""
+
+
 def train_step(t: Training) -> Step:
     """The whole of training, on one screen."""
     start = time.perf_counter()
@@ -80,9 +87,12 @@ def train_step(t: Training) -> Step:
 
     total = torch.zeros((), device=t.device)
     for batch in batches:
+        if t.stop():
+            raise Abandoned
         loss = t.forward(*to_device(batch, t.device, t.config.model.document_mask)) / trained
         (loss * t.scale.scale).backward()
         total += loss.detach()
+        t.pulse(batch.trained_tokens)
     norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(rates, wanted=(total <= largest_loss) & (norm <= largest_norm))
@@ -94,6 +104,7 @@ def train_step(t: Training) -> Step:
     if verdict != "ok":
         t.optimizer.take_back()
     t.step += 1
+    t.position = t.loader.state()
     t.tokens += trained
     seconds = time.perf_counter() - start
     t.seconds += seconds
@@ -108,10 +119,20 @@ def train(t: Training) -> bool:
     with StopSignals() as stop, Progress(f"training {t.run.name}", total, "tok", done=t.tokens) as bar:
         if t.step and evaluation_due(t) and not evaluated(t):
             log_evaluation(t)  # the last session was killed between saving and evaluating
+        t.stop = lambda: stop.requested
+        waits = (
+            t.device.type != "cuda"
+        )  # there the host runs far ahead, and only whole steps are known to be done
+        t.pulse = bar.advance if waits else t.pulse
         while t.step < train.steps and not stop.requested:
-            step = train_step(t)
+            try:
+                step = train_step(t)
+            except Abandoned:
+                break
             t.log(step_record(t, step))
-            bar.advance(step.tokens, note=f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
+            bar.advance(
+                0 if waits else step.tokens, note=f"step {t.step}/{train.steps}, loss {step.loss:.3f}"
+            )
             if warning := watch.feed(step.tokens, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
@@ -184,7 +205,7 @@ def save(t: Training) -> None:
         "tokens": t.tokens,
         "seconds": t.seconds,
         "rows": t.loader.rows,
-        "loader": t.loader.state(),
+        "loader": t.position,
         "guard": t.guard.state_dict(),
         "scale": t.scale.state_dict(),
     }
@@ -206,6 +227,7 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     load_weights(t, found)
     checkpoint.restore_rng({n[4:]: s for n, s in found.optimizer.items() if n.startswith("rng.")})
     t.tokens, t.seconds = found.state["tokens"], found.state["seconds"]
+    t.position = found.state["loader"]
     t.guard.load_state_dict(found.state["guard"])
     t.scale.load_state_dict(found.state["scale"])
 
