@@ -12,7 +12,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Literal, Self
 
-Unit = Literal["B", "tok", "doc", "file"]
+Unit = Literal["B", "tok", "doc", "file", "step"]
 _PLAIN_EVERY = 10.0
 _RECENT, _MOST_MARKS = 60.0, 64  # the rate is that of the last minute
 
@@ -53,6 +53,7 @@ class Progress:
         self.task, self.total, self.unit = task, total, unit
         self.done = done  # what an earlier session did counts as done, not as speed
         self._lock = threading.Lock()
+        self._note = ""  # stays until there is another
         self._last_line = time.monotonic()
         self._marks = deque([(self._last_line, done)], maxlen=_MOST_MARKS)
         self._bar: Any = None  # rich's live bar, when a person watches
@@ -77,6 +78,7 @@ class Progress:
     def advance(self, n: float, note: str = "") -> None:
         with self._lock:
             self.done += n
+            self._note = note = note or self._note
             now = time.monotonic()
             self._mark(now)
             if self._bar is not None:
