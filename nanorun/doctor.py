@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -128,13 +127,15 @@ def _count(kind: str) -> int:
 
 
 def _sandbox() -> Finding:
-    if shutil.which("bwrap"):
-        return Finding("bubblewrap", "ok", "isolates programs that a model writes")
+    from nanorun.infer.sandbox import Sandbox, SandboxUnavailable
+
+    try:
+        Sandbox.probe()
+    except SandboxUnavailable as error:
+        detail = f"{error.problem}; only running programs that a model writes needs it"
+        return Finding("sandbox", "note", detail, error.advice)
     return Finding(
-        "bubblewrap",
-        "note",
-        "not installed; only running programs that a model writes needs it",
-        "apt install bubblewrap",
+        "sandbox", "ok", "programs that a model writes run in it; it was attacked just now and held"
     )
 
 

@@ -130,8 +130,19 @@ def test_from_own_text_to_tokens_through_the_command_line(home, corpus):
 def test_doctor_says_what_is_here(home):
     found = last_json(nanorun(home, "doctor", "--json"))
     assert found["ready"] is True
-    assert {"torch", "device", "disk", "home"} <= {finding["what"] for finding in found["findings"]}
+    assert {"torch", "device", "disk", "home", "sandbox"} <= {
+        finding["what"] for finding in found["findings"]
+    }
     assert "torch" in nanorun(home, "doctor").stdout
+
+
+def test_doctor_says_what_the_sandbox_needs(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = last_json(nanorun(home, "doctor", "--json"))
+    (sandbox,) = [finding for finding in found["findings"] if finding["what"] == "sandbox"]
+    assert found["ready"] is True
+    assert (sandbox["verdict"], sandbox["advice"]) == ("note", "apt install bubblewrap")
+    assert "bubblewrap is not installed" in sandbox["detail"]
 
 
 VERBS = [
