@@ -414,10 +414,14 @@ def test_a_base_model_in_a_terminal_goes_on_with_a_text(talkers):
         whole = first[0] + session.say("").splitlines()[0]
         assert (STORY * 2).startswith(whole)
         assert session.say("/retry").splitlines()[0] == whole, "greedy, it goes on in the same way"
+        session.say("/max_tokens 200")
+        assert session.say("") == (STORY * 3).removeprefix(whole)
+        assert session.say("").startswith("That text has ended. Here is another:\nOnce a")
         assert "knows nothing of a system text" in session.say("/system x")
         assert session.say("/save texts.jsonl") == "Saved in texts.jsonl."
         assert session.end() == 0
-    assert json.loads((talkers / "texts.jsonl").read_text("utf-8")) == {"text": whole}
+    texts = [json.loads(line)["text"] for line in (talkers / "texts.jsonl").read_text("utf-8").splitlines()]
+    assert texts == [STORY * 3] * 2
 
 
 def test_a_result_that_no_tool_gave_is_called_made_up(talkers):

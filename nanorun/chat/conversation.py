@@ -282,7 +282,7 @@ class Continuation(Conversation):
     def ask(self, text: str) -> Answer:
         """Goes on with this text, or if it is empty with the one before."""
         tokenizer = self.speaker.tokenizer
-        if text or not self._texts or tokenizer.is_special(self._texts[-1][-1]):  # or that one has ended
+        if text or not self._texts or self.ended:
             begun = [tokenizer.bos, *tokenizer.encode(text)]
             return self._go_on(len(self._texts), begun, begun)
         begun = prompt = self._texts[-1]
@@ -304,6 +304,11 @@ class Continuation(Conversation):
     def lines(self) -> list[dict[str, Any]]:
         """What is kept: the texts, as data for a base model has them."""
         return [{"text": text} for text in map(self._decode, self._texts) if text]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the model has ended the text, so that there is nothing to go on with."""
+        return bool(self._texts) and self.speaker.tokenizer.is_special(self._texts[-1][-1])
 
     @property
     def begun(self) -> str:

@@ -165,6 +165,8 @@ class Terminal:
             self._command(name)(argument.strip())
         elif line.strip() or not self._chats:
             text = line.removeprefix("/") if line.startswith("//") else line
+            if isinstance(self._conversation, Continuation) and self._conversation.ended and not text:
+                self._screen.note("That text has ended. Here is another:")
             self._answer(self._conversation.ask(text), echo=bool(text))
 
     def _command(self, name: str) -> Callable[[str], None]:
