@@ -11,7 +11,7 @@ import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -352,6 +352,49 @@ def eval_bpb(
     result = evaluate_run(model, data, max_tokens)
     text = f"{result['bpb']:.4f} bits per byte, loss {result['loss']:.4f}, on {result['tokens']:,} tokens"
     _show(result, as_json, f"{text} of '{result['data']}' ({result['model']}, step {result['step']})")
+
+
+@app.command(epilog=_example('nanorun chat -p "What is 17 + 25?"'))
+def chat(
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="Ask this, print the answer and end; - reads stdin.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What a chat model is told before everything.")] = None,
+    tools: Annotated[
+        str, typer.Option(help="What answers may call: calculator, python or none.")
+    ] = "calculator",
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0 is no limit.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest, up to this probability in all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Only tokens this likely, relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, what was said gets less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same one gives the same answers.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    int8: Annotated[bool, typer.Option("--int8", help="Weights as int8.")] = False,
+    speculate: Annotated[str | None, typer.Option(help="Guess ahead: lookup or draft.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The run that guesses, with --speculate draft.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say how fast each answer was.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Talk to a model: a chat model answers, a base model continues the text.
+
+    In a conversation /help lists the commands. A question given with -p or on stdin is answered alone.
+    """
+    from nanorun.infer.request import Sampling
+
+    if tools not in ("calculator", "python", "none"):
+        raise UserError(f"There is no tool '{tools}': choose calculator, python or none.")
+    sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
+    speculation = _speculation(speculate or ("draft" if draft else None), "a trained one", draft)
+
+    from nanorun.chat.conversation import Options  # only now: this takes a second
+    from nanorun.chat.terminal import chat
+
+    options = Options(model, sampling, max_tokens, system, cast(Any, tools), int8, speculation, draft)
+    chat(options, prompt, as_json=as_json, verbose=verbose)
 
 
 @bench_app.command("train", epilog=_example("nanorun bench train --depth 12 --json"))

@@ -40,6 +40,7 @@ CONFIG, METRICS, SUMMARY, CHECKPOINTS, LOCK = (
     "lock",
 )
 SYNC_EVERY = 5.0  # seconds of metrics that a power cut may take; a killed process loses nothing
+CHAT_KINDS = ("sft", "rl")  # runs whose models were taught to answer
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -202,6 +203,13 @@ def newest_run(kind: str | None = None, *, with_checkpoint: bool = False) -> str
         if kind in (None, run.kind) and not (with_checkpoint and run.checkpoint is None):
             return run.name
     return None
+
+
+def newest_speaker() -> str | None:
+    """The run to talk to: the newest whose model answers, or without one the newest whose model can be loaded."""
+    loadable = [run for run in list_runs() if run.checkpoint is not None]
+    answering = [run for run in loadable if run.kind in CHAT_KINDS]
+    return next((run.name for run in (*answering, *loadable)), None)
 
 
 def read_config(name: str) -> dict[str, Any]:
