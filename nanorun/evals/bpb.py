@@ -23,7 +23,7 @@ documents, and where a document is cut into two rows there is one more or less o
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,12 @@ class BpbResult:
     tokens: int  # trained tokens
     text_tokens: int  # of these, the ones that stand for bytes
     bytes: int
+
+    def figures(self) -> dict[str, Any]:
+        return {"val_bpb": self.bpb, "val_loss": self.loss, "val_tokens": self.tokens}
+
+    def sentence(self) -> str:
+        return f"validation {self.bpb:.4f} bits per byte"
 
 
 class HasTargets(Protocol):

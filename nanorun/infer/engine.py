@@ -136,14 +136,23 @@ class Engine:
         weights, caches = zip(*self._scheduler.readers, strict=True)
         return {"weights": sum(w.bytes for w in weights), "cache": sum(c.bytes for c in caches)}
 
-    def generate(self, requests: Sequence[Request]) -> list[Reply]:
-        """All replies, in the order of the requests; the samples of one stand side by side."""
+    def generate(self, requests: Sequence[Request], tick: Callable[[], None] | None = None) -> list[Reply]:
+        """All replies, in the order of the requests; the samples of one stand side by side.
+
+        `tick` is called as each request in turn is done.
+        """
         for request in requests:  # all are checked before any runs
             self._check(request)
         handles: list[Handle] = []
+        replies: list[Reply] = []
         try:
-            handles += [self._submit(request, None, limited=False) for request in requests]
-            return [reply for handle in handles for reply in handle.result()]
+            with self._lock:  # all arrive at once: how they share steps is the same every time
+                handles += [self._submit(request, None, limited=False) for request in requests]
+            for handle in handles:
+                replies += handle.result()
+                if tick is not None:
+                    tick()
+            return replies
         finally:
             for handle in handles:
                 handle.cancel()
@@ -349,6 +358,9 @@ class Engine:
                 self._inbox.answers.append((sample, answer))
                 self._lock.notify()
 
+        if not self.settings.tool_threads:
+            run()
+            return
         if self._workers is None:
             self._workers = ThreadPoolExecutor(self.settings.tool_threads, "nanorun-tool")
         self._workers.submit(run)

@@ -53,12 +53,12 @@ class Settings:
     compile: Literal["nothing", "draw", "decode"] | None = None  # by torch; None: the draw, on CUDA
     run_ahead: bool | None = None  # launch a step before the last has landed; None: on CUDA
     threads: int | None = None  # torch's on a CPU, while it works; None: one for a small model, else as ever
-    tool_threads: int = 8
+    tool_threads: int = 8  # 0: quick tools run in the engine's own, so that all happens in one fixed order
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_queue", "guesses", "tool_threads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+        for name, least in (("slots", 1), ("max_queue", 1), ("guesses", 1), ("tool_threads", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least {least}.")
         if self.guesses > MOST_GUESSES:
             raise UserError(
                 f"guesses is {self.guesses}: more than {MOST_GUESSES} are never worth their time."

@@ -70,9 +70,9 @@ class Slots:
         slot.busy, slot.used = False, next(self._clock)
 
     def forget(self) -> None:
-        """Nothing that was computed holds any more (the weights have changed)."""
+        """Nothing that was computed holds any more (the weights have changed): all slots are as new."""
         for slot in self.all:
-            slot.held, slot.high = 0, 0
+            slot.held, slot.high, slot.used = 0, 0, 0
 
     def _oldest(self, count: int) -> list[Slot]:
         idle = [slot for slot in self.all if not slot.busy]

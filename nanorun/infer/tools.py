@@ -2,21 +2,21 @@
 
     ... <|python_start|> 48/2 <|python_end|> <|output_start|> 24 <|output_end|> ...
 
-`ToolState` watches the tokens of one reply as they are sampled. When a call is complete, `push` returns it;
-someone runs it with `answer`, which may take seconds, so in a thread; and `result` gives the tokens that
-the sequence must go on with. Telling that a call is complete costs a comparison a token, so the
-decoding loop never waits for a tool.
+`ToolState` watches the tokens of one reply as they are sampled. When a call is complete, `push` returns it.
+`answer` runs it, which may take seconds, so in a thread, and gives the tokens that the sequence must go on
+with. Telling that a call is complete costs a comparison a token, so the decoding loop never waits for a tool.
+This is what the engine wants of a `Tool` (request.py), made anew for each sample:
 
-    call = state.push(token_id)
-    if call:
-        forced = state.result(call, answer(tool, call))
+    Request(prompt, tool=lambda: ToolState(tokenizer, calculate))
 
-A tool is any function from text to text that raises ToolError, such as `calculate` or `python_tool`. Whatever
-goes wrong becomes an output that begins with "error:", and the model reads that. Everything is bounded: the
-tokens of a call (one that runs away is ended), the tokens of an output, and the calls of a reply that are
-run. Output is encoded as ordinary text, so nothing that a tool prints can become a special token.
+What runs a call is any function from text to text that raises ToolError, such as `calculate` or
+`python_tool`. Whatever goes wrong becomes an output that begins with "error:", and the model reads that.
+Everything is bounded: the tokens of a call (one that runs away is ended), the tokens of an output, and the
+calls of a reply that are run. Output is encoded as ordinary text, so nothing that a tool prints can become a
+special token.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ from nanorun.infer.calculator import ToolError, calculate
 from nanorun.infer.sandbox import Result, Sandbox, SandboxUnavailable
 from nanorun.text.tokenizer import Tokenizer
 
-__all__ = ["Call", "Tool", "ToolError", "ToolState", "answer", "calculate", "python_tool"]
+__all__ = ["Call", "Function", "ToolError", "ToolState", "calculate", "python_tool"]
 
-Tool = Callable[[str], str]
+Function = Callable[[str], str]
 
 MAX_CALLS = 16
 MAX_CODE_TOKENS = 1_024
@@ -42,17 +42,18 @@ class Call:
 
 
 class ToolState:
-    """Where one reply stands. Push what the model samples; what `result` forces need not be pushed."""
+    """Where one reply stands. Push what the model samples; what `answer` forces need not be pushed."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
+        function: Function = calculate,
         *,
         max_calls: int = MAX_CALLS,
         max_code_tokens: int = MAX_CODE_TOKENS,
         max_output_tokens: int = MAX_OUTPUT_TOKENS,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._function = tokenizer, function
         self._python_start, self._python_end = (
             tokenizer.special[f"<|python_{at}|>"] for at in ("start", "end")
         )
@@ -80,11 +81,23 @@ class ToolState:
             return self._complete(f"the code is longer than {self._max_code} tokens", closed=False)
         return None
 
+    def answer(self, call: Call) -> list[int]:
+        """Runs a call: the tokens that follow it, errors included."""
+        return self.result(call, self._run(call))
+
     def result(self, call: Call, text: str) -> list[int]:
-        """The tokens that follow the call, whatever the text says."""
+        """The tokens that follow a call of which this came, whatever the text says."""
         ids = self._tokenizer.encode(text[: _CHARACTERS_A_TOKEN * self._max_output])[: self._max_output]
         ending = [] if call.closed else [self._python_end]
         return [*ending, self._output_start, *ids, self._output_end]
+
+    def _run(self, call: Call) -> str:
+        if call.refused:
+            return f"error: {call.refused}"
+        try:
+            return self._function(call.code)
+        except ToolError as error:
+            return f"error: {error}"
 
     def _complete(self, refused: str = "", closed: bool = True) -> Call:
         code, self._code = self._tokenizer.decode(self._code or []), None
@@ -94,20 +107,12 @@ class ToolState:
         return Call(code, refused, closed)
 
 
-def answer(tool: Tool, call: Call) -> str:
-    """What the tool says to a call, errors included."""
-    if call.refused:
-        return f"error: {call.refused}"
-    try:
-        return tool(call.code)
-    except ToolError as error:
-        return f"error: {error}"
-
-
-def python_tool(sandbox: Sandbox, *, timeout: float = 5.0) -> Tool:
-    """A tool that runs whole programs and answers with what they print."""
+def python_tool(sandbox: Sandbox, *, timeout: float = 5.0) -> Function:
+    """Runs whole programs and answers with what they print. A bare expression is still calculated."""
 
     def run(code: str) -> str:
+        with contextlib.suppress(ToolError):
+            return calculate(code)
         try:
             result = sandbox.run(code, timeout=timeout)
         except SandboxUnavailable as error:

@@ -1,4 +1,4 @@
-"""One training step, and the loop around it. Every stage (base, sft) trains through here.
+"""One training step, and the loop around it. Every stage (base, sft, rl) trains through here.
 
     batches of this step  →  loss and gradients, micro-batch by micro-batch  →  update of the weights
     (optimizer), unless loss or gradients look wrong (guard)  →  log, and when due: save, evaluate
@@ -7,27 +7,47 @@ The loss of a step is the sum over its tokens divided by how many are trained in
 micro-batches and ranks, so that cutting the step up differently changes nothing. The device is waited for
 once, at the end of a step, for its loss and gradient norm: whether the update counts is decided on the device,
 by limits that the guard sets before.
+
+Reinforcement learning has a step of its own (rl.py), which ends in the same `update`; the loop is this one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from nanorun.config import Config
 from nanorun.console import Progress, say
-from nanorun.data.loader import Batch, Loader
-from nanorun.evals.bpb import BpbResult
+from nanorun.data.loader import Batch
 from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
+from nanorun.optim.schedules import Rates
 from nanorun.runs import Run
 from nanorun.train import checkpoint
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, StopSignals, Verdict
 from nanorun.train.track import Tracker
+
+
+class Feed(AbstractContextManager[Any], Protocol):
+    """What steps learn from, one `next` after the other; another one goes on from its `state`."""
+
+    @property
+    def rows(self) -> int: ...  # of a micro-batch
+
+    def __next__(self) -> Any: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+
+class Evaluation(Protocol):
+    def figures(self) -> dict[str, Any]: ...  # for the log
+
+    def sentence(self) -> str: ...  # for the person
 
 
 @dataclass
@@ -39,13 +59,15 @@ class Training:
     model: GPT
     forward: Callable[..., Tensor]  # the model, compiled where that pays
     optimizer: Optimizer
-    loader: Loader
-    evaluate: Callable[[], BpbResult]
+    loader: Feed
+    evaluate: Callable[[], Evaluation]
     device: torch.device
-    micro_steps: int  # batches of the loader that make one step
+    micro_steps: int = 1  # batches of the loader that make one step
     peak_flops: float | None = None  # of the device, for MFU
     guard: Guard = field(default_factory=Guard)
     scale: LossScale = field(default_factory=lambda: LossScale(False))
+    watch: SpeedWatch = field(default_factory=SpeedWatch)
+    unit: Literal["tok", "step"] = "tok"  # of the progress bar
     step: int = 0  # updates done
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
@@ -68,6 +90,8 @@ class Step:
     waited: float  # of them, for data
     verdict: Verdict
     rate: float
+    figures: Mapping[str, Any] = field(default_factory=dict)  # more for the log
+    note: str = ""  # for the progress bar
 
 
 def train_step(t: Training) -> Step:
@@ -83,16 +107,7 @@ def train_step(t: Training) -> Step:
         loss = t.forward(*to_device(batch, t.device, t.config.model.document_mask)) / trained
         (loss * t.scale.scale).backward()
         total += loss.detach()
-    norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
-    largest_loss, largest_norm = t.guard.limits()
-    t.optimizer.step(rates, wanted=(total <= largest_loss) & (norm <= largest_norm))
-    t.optimizer.zero_grad()
-
-    loss_now, norm_now = torch.stack([total.float(), norm.float()]).tolist()
-    overflow = t.scale.overflowed(loss_now, norm_now)
-    verdict: Verdict = "skip" if overflow else t.guard.judge(loss_now, norm_now)
-    if verdict != "ok":
-        t.optimizer.take_back()
+    loss_now, norm_now, verdict = update(t, total, rates)
     t.step += 1
     t.tokens += trained
     seconds = time.perf_counter() - start
@@ -100,19 +115,35 @@ def train_step(t: Training) -> Step:
     return Step(loss_now, norm_now, trained, seconds, waited, verdict, rates.rate_scale)
 
 
-def train(t: Training) -> bool:
+def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdict]:
+    """One update by the gradients at hand, unless they or the loss look wrong: loss, norm, and which it was."""
+    norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
+    largest_loss, largest_norm = t.guard.limits()
+    t.optimizer.step(rates, wanted=(loss <= largest_loss) & (norm <= largest_norm))
+    t.optimizer.zero_grad()
+
+    loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
+    overflow = t.scale.overflowed(loss_now, norm_now)
+    verdict: Verdict = "skip" if overflow else t.guard.judge(loss_now, norm_now)
+    if verdict != "ok":
+        t.optimizer.take_back()
+    return loss_now, norm_now, verdict
+
+
+def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bool:
     """Steps until the end, saving and evaluating on the way. False when a signal stopped it (it is saved)."""
     train = t.config.train
-    watch, last_save = SpeedWatch(), time.monotonic()
-    total = train.steps * train.batch_tokens
-    with StopSignals() as stop, Progress(f"training {t.run.name}", total, "tok", done=t.tokens) as bar:
+    last_save = time.monotonic()
+    total, done = (train.steps, t.step) if t.unit == "step" else (train.steps * train.batch_tokens, t.tokens)
+    with StopSignals() as stop, Progress(f"training {t.run.name}", total, t.unit, done=done) as bar:
         if t.step and evaluation_due(t) and not evaluated(t):
             log_evaluation(t)  # the last session was killed between saving and evaluating
         while t.step < train.steps and not stop.requested:
-            step = train_step(t)
+            step = take_step(t)
             t.log(step_record(t, step))
-            bar.advance(step.tokens, note=f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
-            if warning := watch.feed(step.tokens, step.seconds, step.waited):
+            note = step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}"
+            bar.advance(1 if t.unit == "step" else step.tokens, note)
+            if warning := t.watch.feed(step.tokens, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
@@ -124,7 +155,7 @@ def train(t: Training) -> bool:
                 save(t)
                 last_save = time.monotonic()
             if evaluation_due(t):
-                bar.note(f"validation {log_evaluation(t).bpb:.4f} bits per byte at step {t.step}")
+                bar.note(f"{log_evaluation(t).sentence()} at step {t.step}")
         if t.step < train.steps:
             save(t)
     return t.step == train.steps
@@ -159,6 +190,7 @@ def step_record(t: Training, step: Step) -> dict[str, Any]:
         "grad_norm": step.norm,
         "data_wait_s": round(step.waited, 4),
         "skipped": step.verdict != "ok",
+        **step.figures,
     }
 
 
@@ -171,10 +203,10 @@ def evaluated(t: Training) -> bool:
     return any(r["kind"] == "eval" and r["step"] == t.step for r in t.run.read_metrics())
 
 
-def log_evaluation(t: Training) -> BpbResult:
+def log_evaluation(t: Training) -> Evaluation:
     result = t.evaluate()
     record = {"kind": "eval", "step": t.step, "tokens": t.tokens, "seconds": round(t.seconds, 4)}
-    t.log({**record, "val_bpb": result.bpb, "val_loss": result.loss, "val_tokens": result.tokens})
+    t.log({**record, **result.figures()})
     return result
 
 

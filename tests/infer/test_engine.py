@@ -268,3 +268,34 @@ def test_int8_generates_too(parrot, tokenizer):
         full = Engine(parrot, tokenizer)
         assert engine.memory["weights"] < full.memory["weights"]
         full.close()
+
+
+class Chatty:
+    """A tool that is called by every fourth token."""
+
+    def __init__(self):
+        self.pushed = 0
+
+    def push(self, token_id):
+        self.pushed += 1
+        return token_id if self.pushed % 4 == 0 else None
+
+    def answer(self, call):
+        return [call, 65, 66]
+
+
+def test_the_same_batch_gives_the_same_bits_every_time(parrot, tokenizer):
+    """Not only the same tokens: which texts share a step is no matter of luck, nor of what was done before."""
+    prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in ("Gr", "aus", "für dich", "1+1", "7*6 ")]
+    requests = [
+        Request(prompt, Sampling(temperature=1.3, seed=i), 20, samples=3, logprobs=0, tool=Chatty)
+        for i, prompt in enumerate(prompts)
+    ]
+    found = []
+    for _ in range(3):
+        with Engine(parrot, tokenizer, Settings(slots=4, tool_threads=0)) as engine:
+            engine.generate(requests[len(found) :])
+            engine.load(parrot)
+            found.append([(reply.ids, reply.forced, reply.logprobs) for reply in engine.generate(requests)])
+    assert found[0] == found[1] == found[2]
+    assert any(found[0][0][1]), "tools spoke"

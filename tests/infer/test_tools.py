@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanorun.infer.calculator import MAX_SIZE
-from nanorun.infer.tools import Call, ToolError, ToolState, answer, calculate
+from nanorun.infer.tools import Call, ToolError, ToolState, calculate
 from nanorun.text.chat import parse_reply
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 
@@ -250,7 +250,7 @@ def converse(tokenizer: Tokenizer, sampled: str, **limits: int) -> str:
         reply.append(token_id)
         call = state.push(token_id)
         if call:
-            reply += state.result(call, answer(calculate, call))
+            reply += state.answer(call)
     return tokenizer.decode(reply)
 
 
@@ -295,14 +295,13 @@ def test_the_models_own_output_does_not_stand_for_the_tools(tokenizer: Tokenizer
 
 
 def test_a_call_that_runs_away_is_ended_and_not_run(tokenizer: Tokenizer) -> None:
-    state = ToolState(tokenizer, max_code_tokens=10)
+    state = ToolState(tokenizer, lambda code: pytest.fail("it was run"), max_code_tokens=10)
     state.push(tokenizer.special["<|python_start|>"])
     digit = tokenizer.encode("1")[0]
     calls = [call for call in (state.push(digit) for _ in range(50)) if call]
     assert [call.closed for call in calls] == [False]
-    said = answer(lambda code: pytest.fail("it was run"), calls[0])
-    assert said == "error: the code is longer than 10 tokens"
-    forced = tokenizer.decode(state.result(calls[0], said))
+    forced = tokenizer.decode(state.answer(calls[0]))
+    said = "error: the code is longer than 10 tokens"
     assert forced == f"<|python_end|><|output_start|>{said}<|output_end|>"
 
 
@@ -334,6 +333,6 @@ def test_any_sequence_of_tokens_is_taken(tokenizer: Tokenizer, data: st.DataObje
         call = state.push(token_id)
         if call:
             calls += not call.refused
-            forced = state.result(call, answer(calculate, call))
+            forced = state.answer(call)
             assert sum(map(tokenizer.is_special, forced)) == (2 if call.closed else 3)
     assert calls <= 3
