@@ -172,10 +172,10 @@ class Loader:
         """This rank's rows, which of their tokens are trained, and where documents begin in the inputs."""
         capacity = self.context + 1
         low, high = rows * self.rank // self.world, rows * (self.rank + 1) // self.world
-        high = max(high, low + 1)  # a rank for which no row is left gets an empty one
-        tokens = np.full((high - low, capacity), self.source.bos, np.int64)
-        trained = np.zeros((high - low, capacity), np.bool_)
-        starts = [np.arange(0, (high - low) * self.context, self.context)]
+        own = max(high - low, 1)  # a rank for which no row is left gets an empty one
+        tokens = np.full((own, capacity), self.source.bos, np.int64)
+        trained = np.zeros((own, capacity), np.bool_)
+        starts = [np.arange(0, own * self.context, self.context)]
         seen = 0
         for chunk in chunks:
             n = chunk.last - chunk.first
