@@ -354,7 +354,10 @@ def train_sft(
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the mixture (default: 1).")] = None,
     steps: Steps = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a step (default: the parent's).")
+        int | None,
+        typer.Option(
+            min=1, help="Tokens in a step (default: the parent's, less where that makes few steps)."
+        ),
     ] = None,
     device_batch: DeviceBatch = None,
     context: Annotated[

@@ -3,7 +3,8 @@
     material    a mixture of conversations, rendered whole, packed by best fit with padding, an epoch at a time
     loss        on what the assistant says, divided by how many such tokens the step has
     start       the parent's weights and its optimizer's state, so that nothing has to be found out again
-    rates       the parent's times 0.8, level for the first half, then in a line to 0
+    rates       the parent's times 0.8 (and the root of the batches' ratio, where they differ), level for the first
+                half, then in a line to 0
 
 Midtraining is the same with another mixture (`--mixture mid`).
 """
@@ -33,6 +34,7 @@ from nanorun.train.track import require
 
 RATE_SHARE = 0.8  # of the parent's rates
 WARMDOWN = 0.5  # the last part of the run, in which they fall to 0
+FEWEST_STEPS = 100  # a batch that leaves fewer is halved, unless it was asked for
 EVALUATIONS = 4  # in a run, unless told otherwise
 
 
@@ -133,8 +135,7 @@ def configure(parent: Config, choices: Choices, material: Material) -> Config:
     context = choices.context or parent.model.context
     short = parent.model.short_window or -(-parent.model.context // 4 // 128) * 128
     model = replace(parent.model, context=context, short_window=short)  # its layers see as far as they did
-    rows = max((choices.batch_tokens or parent.train.batch_tokens) // context, 1)
-    steps = choices.steps or math.ceil(count_rows(material.train, material.order, context) / rows)
+    rows, steps = how_long(parent, choices, material, context)
     train = replace(
         parent.train,
         steps=steps,
@@ -144,8 +145,20 @@ def configure(parent: Config, choices: Choices, material: Material) -> Config:
         save_every=choices.save_every or parent.train.save_every,
         eval_every=max(steps // EVALUATIONS, 1) if choices.eval_every is None else choices.eval_every,
     )
-    share = RATE_SHARE * math.sqrt(train.batch_tokens / parent.train.batch_tokens)
+    share = RATE_SHARE if parent.kind == "base" else 1.0  # a parent after midtraining has that share already
+    share *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
     return replace(parent, model=model, optim=scaled(parent.optim, share), train=train, kind="sft")
+
+
+def how_long(parent: Config, choices: Choices, material: Material, context: int) -> tuple[int, int]:
+    """The rows of a step, and the steps: as many as were asked for, or as the epochs have."""
+    rows = max((choices.batch_tokens or parent.train.batch_tokens) // context, 1)
+    if choices.steps is not None:
+        return rows, choices.steps
+    total = count_rows(material.train, material.order, context)
+    while choices.batch_tokens is None and rows > 1 and total / rows < FEWEST_STEPS:
+        rows //= 2
+    return rows, math.ceil(total / rows)
 
 
 def scaled(parent: OptimConfig, share: float) -> OptimConfig:

@@ -93,7 +93,9 @@ def write_mixture(home: Path) -> None:
 
 
 def choices(world: Path, **changes) -> Choices:
-    return Choices(**{"mixture": str(world / "mixture.json"), "save_every": 3, **changes})
+    return Choices(
+        **{"mixture": str(world / "mixture.json"), "save_every": 3, "batch_tokens": 512, **changes}
+    )
 
 
 def steps_of(world: Path, name: str) -> list[dict]:
@@ -228,6 +230,15 @@ def test_it_begins_with_the_parents_weights_and_optimizer_and_0_8_of_its_rates(w
     assert (new.warmup_steps, new.warmdown, new.final_rate) == (0, 0.5, 0.0)
 
 
+def test_a_small_mixture_gets_a_smaller_batch_and_the_rates_that_go_with_it(world):
+    parent = Config.from_dict(read_config("tiny-base"))
+    few = sft.configure(parent, choices(world, context=256, batch_tokens=None), material_of(world, 256))
+    asked = sft.configure(parent, choices(world, context=256, batch_tokens=2048), material_of(world, 256))
+    assert few.train.steps >= sft.FEWEST_STEPS or few.train.batch_tokens == 256
+    assert asked.train.batch_tokens == 2048
+    assert asked.optim.matrix_rate == pytest.approx(0.8 * parent.optim.matrix_rate * math.sqrt(2048 / 512))
+
+
 def test_rates_are_level_and_then_fall_in_a_line_to_nothing(world):
     train_sft(choices(world, steps=20), Options(name="rates", fresh=True))
     rates = [r["lr"] for r in steps_of(world, "rates")]
@@ -237,7 +248,7 @@ def test_rates_are_level_and_then_fall_in_a_line_to_nothing(world):
 
 def command(world: Path, name: str, **flags) -> tuple[list[str], dict[str, str]]:
     given = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
-    mixture = ["--mixture", str(world / "mixture.json")]
+    mixture = ["--mixture", str(world / "mixture.json"), "--batch-tokens", "512"]
     args = [sys.executable, "-m", "nanorun", "train", "sft", "--name", name, *mixture, *given, "--json"]
     return args, {**os.environ, "NANORUN_HOME": str(world), "PYTHONPATH": str(ROOT)}
 
