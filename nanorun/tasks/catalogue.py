@@ -50,7 +50,7 @@ def open_examples(
     if spec == "sample-chat":
         return sample_chat(split)
     if user_code.is_code(spec):
-        if spec not in trusted:
+        if user_code.absolute(spec) not in map(user_code.absolute, trusted):
             raise UserError(f"{spec} is code, which runs only when you say so: add --task {spec}.")
         return user_code.load(spec, split)
     if Path(spec).exists() or Path(spec).suffix in (".jsonl", ".parquet"):

@@ -17,6 +17,7 @@ from typing import Any
 
 from nanorun.console import say
 from nanorun.errors import UserError
+from nanorun.tasks import user_code
 from nanorun.tasks.catalogue import open_examples
 from nanorun.tasks.files import NotHere
 from nanorun.tasks.mixture import Mixture, Slice, Without
@@ -54,7 +55,7 @@ class Recipe:
 RECIPES = {
     "sample": Recipe(
         "sample",
-        (Entry("sample-chat", stop=12_000),),
+        (Entry("sample-chat", stop=18_000),),
         (Entry("sample-chat", "val", stop=400),),
     ),
     # Formats and skills: multiple choice, calculating, spelling, and the first conversations.
@@ -128,6 +129,7 @@ def prepare(
 
     Trusted code (`--task`) that the recipe does not mention is added to it.
     """
+    trusted = [user_code.absolute(spec) for spec in trusted]
     named = {entry.task for entry in (*recipe.train, *recipe.val)}
     recipe = replace(recipe, train=(*recipe.train, *(Entry(spec) for spec in trusted if spec not in named)))
     train = _open_all(recipe, recipe.train, folder, trusted)
@@ -183,8 +185,7 @@ def _entries(records: Any, path: Path) -> tuple[Entry, ...]:
                 '"split", "start", "stop" and "repeat".'
             )
         entry = Entry(**given)
-        beside = path.parent / entry.task
-        if not Path(entry.task).exists() and beside.exists():
-            entry = replace(entry, task=str(beside))
+        if user_code.is_code(entry.task) or (path.parent / entry.task).exists():
+            entry = replace(entry, task=user_code.absolute(str(path.parent / entry.task)))
         made.append(entry)
     return tuple(made)

@@ -21,6 +21,12 @@ def is_code(spec: str) -> bool:
     return _cut(spec)[0].endswith(".py")
 
 
+def absolute(spec: str) -> str:
+    """The same, whatever folder one is in."""
+    file, kind = _cut(spec)
+    return str(Path(file).absolute()) + (f":{kind}" if kind else "")
+
+
 def load(spec: str, split: str) -> Examples:
     """The task of a file, made with the split: `Riddles("train")`."""
     file, wanted = _cut(spec)

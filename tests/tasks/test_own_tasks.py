@@ -12,7 +12,7 @@ from nanorun.data import sample
 from nanorun.errors import UserError
 from nanorun.tasks.catalogue import open_examples, open_task
 from nanorun.tasks.chat_file import ChatFile
-from nanorun.tasks.recipe import RECIPES, Entry, Recipe, prepare
+from nanorun.tasks.recipe import RECIPES, Entry, Recipe, find_recipe, prepare
 from nanorun.tasks.task import question
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +78,16 @@ def test_the_task_of_the_docs_trains_and_is_judged(tmp_path):
         used, train, _ = prepare(Recipe("x", (Entry("sample-sums", stop=100),)), trusted=[spec])
         assert [entry.task for entry in used.train] == ["sample-sums", spec]
         assert any(train.where(i)[0] == 1 for i in range(len(train)))
+
+
+def test_a_json_mixture_may_slice_and_repeat_code_that_the_command_line_names(tmp_path, monkeypatch):
+    (tmp_path / "reverse.py").write_text(from_the_docs())
+    (tmp_path / "m.json").write_text(json.dumps([{"task": "reverse.py", "stop": 100, "repeat": 3}]))
+    with pytest.raises(UserError, match="add --task"):
+        prepare(find_recipe(str(tmp_path / "m.json")))
+    monkeypatch.chdir(tmp_path)
+    used, train, val = prepare(find_recipe("m.json"), trusted=["reverse.py"])
+    assert (len(used.train), len(train), len(val)) == (1, 3 * 98, 2)
 
 
 def test_code_runs_only_when_the_command_line_names_it(tmp_path):

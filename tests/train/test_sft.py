@@ -374,7 +374,7 @@ def test_a_users_own_task_trains_from_the_command_line(world, tmp_path):
     done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["conversations"] == 280 + 200
-    assert read_config("own")["mixture"]["train"][-1]["task"] == "reverse.py"
+    assert read_config("own")["mixture"]["train"][-1]["task"] == str(tmp_path / "reverse.py")
     args, env = command(world, "bad", steps=3, task="gone.py")
     done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
