@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
 tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
-train_app = typer.Typer(help="Training: the base model.", no_args_is_help=True)
+train_app = typer.Typer(help="Training: the base model, then conversation.", no_args_is_help=True)
 bench_app = typer.Typer(help="Speed on this machine: training, generation.", no_args_is_help=True)
 eval_app = typer.Typer(help="How good a model is: bits per byte.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
@@ -334,6 +334,84 @@ def train_base(
         track=track,
     )
     summary = base.train_base(config, options)
+    _show(summary, as_json, tables.run_summary(summary))
+
+
+@train_app.command("sft", epilog=_example("nanorun train sft --from base-d12 --mixture sft --task mine.py"))
+def train_sft(
+    parent: Annotated[
+        str | None, typer.Option("--from", help="The run to begin from (default: the newest base model).")
+    ] = None,
+    mixture: Annotated[str, typer.Option(help="sft, mid, sample, or a .json file (docs/tasks.md).")] = "sft",
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="A task of yours as well, FILE.py or FILE.py:Class. Its code is run."),
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(help="Where the tasks' files are (default: tasks/ in the home).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name (default: after its parent).")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the mixture (default: 1).")] = None,
+    steps: Steps = None,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens in a step (default: the parent's, less where that makes few steps)."
+        ),
+    ] = None,
+    device_batch: DeviceBatch = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens in a row (default: the parent's).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of conversations.")] = 0,
+    warm: Annotated[
+        bool, typer.Option("--warm/--cold", help="With the parent's optimizer state, or without.")
+    ] = True,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints (default: the parent's).")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between evaluations (default: four in all).")
+    ] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
+    attention: BackendName = "auto",
+    dtype: DtypeName = "auto",
+    compiled: Compile = True,
+    track: Annotated[str | None, typer.Option(help="Log to wandb or trackio as well.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start the run anew if it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Teaches a base model to converse. A run whose folder exists goes on where it stopped."""
+    from nanorun import tables
+    from nanorun.train import base, sft
+
+    if steps is not None and steps < 1:
+        raise UserError(f"--steps is {steps}: it must be at least 1.")
+    choices = sft.Choices(
+        parent=parent,
+        mixture=mixture,
+        tasks=task or (),
+        folder=tasks,
+        warm=warm,
+        context=context,
+        batch_tokens=batch_tokens,
+        steps=steps,
+        epochs=epochs,
+        seed=seed,
+        save_every=save_every,
+        eval_every=eval_every,
+    )
+    options = base.Options(
+        name=name,
+        fresh=fresh,
+        device_batch=device_batch,
+        backend=_backend(attention),
+        dtype=_dtype(dtype),
+        compile=compiled,
+        deterministic=deterministic,
+        track=track,
+    )
+    summary = sft.train_sft(choices, options)
     _show(summary, as_json, tables.run_summary(summary))
 
 

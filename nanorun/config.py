@@ -151,7 +151,7 @@ class TrainConfig:
     save_every: int = 500
     save_minutes: float = 30.0
     keep_checkpoints: int = 2
-    packing: Literal["best_fit", "stream"] = "best_fit"
+    packing: Literal["best_fit", "stream", "padded"] = "best_fit"
     reuse_tails: bool = True
 
     def __post_init__(self) -> None:

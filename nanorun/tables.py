@@ -133,12 +133,17 @@ def run_summary(summary: dict[str, Any]) -> str:
         rows.append(["skipped", f"{summary['skipped_steps']} steps"])
     if summary["mfu"]:
         rows.append(["MFU", f"{summary['mfu']:.1%}, {summary['peak_gib']:.1f} GiB at the peak"])
-    for row in summary["planned"]:
+    if "parent" in summary:
+        rows.insert(0, ["began from", summary["parent"]])
+    for row in summary.get("planned", ()):
         if row["planned"] and row["happened"]:
             figures = f"{row['happened']:.4g} instead of {row['planned']:.4g} ({row['ratio']:.2f} times)"
             rows.append([f"plan: {row['what']}", figures])
+    shown = table(["run", summary["name"]], rows)
+    if "samples" not in summary:
+        return shown
     samples = [f"  {s['prompt']}│ {' '.join(s['text'].split())}" for s in summary["samples"]]
-    return "\n".join([table(["run", summary["name"]], rows), "", "how it goes on after the bar:", *samples])
+    return "\n".join([shown, "", "how it goes on after the bar:", *samples])
 
 
 def _first_step(result: dict[str, Any]) -> str:

@@ -58,9 +58,12 @@ class Loader:
         state: Mapping[str, Any] | None = None,
         pin_memory: bool = False,
         ahead: int = 4,
+        short_last: bool = False,
     ) -> None:
+        """`short_last`: the last batch of the last epoch has only the rows there are. Otherwise it is filled
+        with empty rows, without targets, since compiled code wants one shape."""
         self.source, self.order = source, order or RowOrder()
-        self.rank, self.world = rank, world
+        self.rank, self.world, self._short_last = rank, world, short_last
         self._pin, self._ahead = pin_memory, ahead
         if self.order.packing not in get_args(Packing):
             raise ValueError(f"there is no packing {self.order.packing!r}: choose among {get_args(Packing)}")
@@ -149,12 +152,12 @@ class Loader:
         return Position.from_dict(state["position"])
 
     def _build(self, sequence: RowSequence) -> Batch | None:
-        rows, context = self.rows, self.context
         epoch = sequence.position.epoch
-        chunks = sequence.take(rows, context)
+        chunks = sequence.take(self.rows, self.context)
         if not chunks:
             return None
-        tokens, trained, starts = self._own_rows(chunks)
+        there = sum(chunk.last - chunk.first for chunk in chunks)
+        tokens, trained, starts = self._own_rows(chunks, there if self._short_last else self.rows)
         inputs = torch.from_numpy(tokens[:, :-1].astype(np.int32))
         targets = torch.from_numpy(np.where(trained[:, 1:], tokens[:, 1:], IGNORE))
         doc_starts = torch.from_numpy(starts)
@@ -163,13 +166,16 @@ class Loader:
         counted = sum(_trained_tokens(chunk) for chunk in chunks)
         return Batch(inputs, targets, doc_starts, counted, epoch, sequence.position)
 
-    def _own_rows(self, chunks: list[Rows]) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32]]:
+    def _own_rows(
+        self, chunks: list[Rows], rows: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32]]:
         """This rank's rows, which of their tokens are trained, and where documents begin in the inputs."""
         capacity = self.context + 1
-        low, high = self.rows * self.rank // self.world, self.rows * (self.rank + 1) // self.world
-        tokens = np.full((high - low, capacity), self.source.bos, np.int64)
-        trained = np.zeros((high - low, capacity), np.bool_)
-        starts = [np.arange(0, (high - low) * self.context, self.context)]
+        low, high = rows * self.rank // self.world, rows * (self.rank + 1) // self.world
+        own = max(high - low, 1)  # a rank for which no row is left gets an empty one
+        tokens = np.full((own, capacity), self.source.bos, np.int64)
+        trained = np.zeros((own, capacity), np.bool_)
+        starts = [np.arange(0, own * self.context, self.context)]
         seen = 0
         for chunk in chunks:
             n = chunk.last - chunk.first

@@ -15,6 +15,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,23 +84,59 @@ def read_documents(
     if kind == "parquet":
         yield from _read_parquet(path, column, advance)
         return
-    try:
-        with open(path, "rb") as raw:
-            stream = _decompress(raw, compression)
-            lines = _lines(stream, path)
-            if kind == "jsonl":
-                documents = _read_jsonl(lines, path, column)
-            else:
-                documents = _read_txt(lines, path, separator)
-            reported = 0
-            for document in documents:
-                if advance is not None:
-                    here = raw.tell()
-                    advance(here - reported)
-                    reported = here
-                yield document
+    with _explained(path), open(path, "rb") as raw:
+        stream = _decompress(raw, compression)
+        lines = _lines(stream, path)
+        if kind == "jsonl":
+            documents = _read_jsonl(lines, path, column)
+        else:
+            documents = _read_txt(lines, path, separator)
+        reported = 0
+        for document in documents:
             if advance is not None:
-                advance(raw.tell() - reported)
+                here = raw.tell()
+                advance(here - reported)
+                reported = here
+            yield document
+        if advance is not None:
+            advance(raw.tell() - reported)
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whole records of a jsonl or parquet file, each with the words that say where it stands."""
+    kind, compression = file_kind(path)
+    if kind == "parquet":
+        yield from _parquet_records(path)
+        return
+    if kind != "jsonl":
+        raise UserError(f"{path} must be .jsonl (plain, .gz, .xz or .zst) or .parquet: convert it.")
+    with _explained(path), open(path, "rb") as raw:
+        for number, record in _values(_lines(_decompress(raw, compression), path), path):
+            if not isinstance(record, dict):
+                raise UserError(f"Line {number} of {path} is not a JSON object: mend it.")
+            yield f"line {number} of {path}", record
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path.absolute()) as file:
+            row = 0
+            for batch in file.iter_batches(batch_size=256):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"row {row} of {path}", record
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(_damaged(path, error)) from error
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What goes wrong while a file is read, as one sentence."""
+    try:
+        yield
     except (EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(_damaged(path, error)) from error
     except OSError as error:
@@ -154,15 +191,19 @@ def _text(line: bytes, number: int, path: Path) -> str:
         ) from error
 
 
-def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> Iterator[str]:
+def _values(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in lines:
         if not line.strip():
             continue
         try:
-            record = json.loads(_text(line, number, path))
+            yield number, json.loads(_text(line, number, path))
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", "nested too deeply")
             raise UserError(f"Line {number} of {path} is not JSON ({reason}): mend or remove it.") from error
+
+
+def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> Iterator[str]:
+    for number, record in _values(lines, path):
         where = f"line {number} of {path}"
         if not isinstance(record, dict):
             raise UserError(f'L{where[1:]} is not a JSON object like {{"{column}": "..."}}: mend it.')

@@ -240,6 +240,18 @@ class RowSequence:
         )
 
 
+def count_rows(source: Source, order: RowOrder, context: int) -> int:
+    """The rows of all epochs together, by planning every one of them."""
+    cache = BlockCache(source, order)
+    try:
+        sequence = RowSequence(cache, Position())
+        while sequence.take(1024, context):
+            pass
+        return sequence.position.rows
+    finally:
+        cache.close()
+
+
 _NOTHING: Ints = np.zeros(0, np.int64)
 _NO_PLAN = Plan(_NOTHING, Pieces(_NOTHING, _NOTHING), Pieces(_NOTHING, _NOTHING), 0)
 

@@ -53,7 +53,7 @@ def render(conversation: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: in
     if not isinstance(conversation, Mapping) or "messages" not in conversation:
         raise UserError('A conversation must be an object with "messages".')
     messages = conversation["messages"]
-    system, turns = _check(messages)
+    system, turns = check_messages(messages)
     rendered = [_render_message(turn, tokenizer, system if i == 0 else None) for i, turn in enumerate(turns)]
 
     keep, size = len(turns), 1 + sum(len(ids) for ids, _ in rendered)
@@ -86,7 +86,7 @@ def render_prompt(
     With `max_tokens`, the oldest pairs of question and answer are left out until the rest fits; the
     system text stays.
     """
-    system, turns = _check(messages)
+    system, turns = check_messages(messages)
     if len(turns) % 2 == 0:
         raise UserError(
             f"messages[{len(messages) - 1}] is the assistant's: an answer can only follow a user message, so "
@@ -203,7 +203,7 @@ def _parts(content: str | Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, 
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _check(messages: Any) -> tuple[str | None, Sequence[Mapping[str, Any]]]:
+def check_messages(messages: Any) -> tuple[str | None, Sequence[Mapping[str, Any]]]:
     """The system text, if any, and the messages after it, which alternate and begin with the user's."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise UserError('"messages" must be a list of {"role", "content"} objects.')

@@ -17,8 +17,9 @@ from nanorun.config import Backend, Config, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.data.loader import Batch, Loader
+from nanorun.data.packing import Packing
 from nanorun.data.rows import RowOrder
-from nanorun.data.sources import open_source
+from nanorun.data.sources import ConversationSource, Source, open_source
 from nanorun.errors import UserError
 from nanorun.evals.bpb import BpbResult, evaluate_bpb
 from nanorun.infer.plain import generate
@@ -134,12 +135,34 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
         return finish(training, options, planned)
 
 
+@dataclass(frozen=True)
+class Material:
+    """What a stage learns from, in which order, and what it is measured by."""
+
+    train: Source
+    order: RowOrder
+    val: Source
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The run that a stage begins from: its weights and, for a warm start, its optimizer's state."""
+
+    checkpoint: checkpoint.Checkpoint
+    warm: bool = True
+
+
 def train_within_memory(
-    config: Config, run: Run, options: Options, found: checkpoint.Checkpoint | None
+    config: Config,
+    run: Run,
+    options: Options,
+    found: checkpoint.Checkpoint | None,
+    material: Material | None = None,
+    parent: Parent | None = None,
 ) -> tuple[loop.Training, bool]:
     """Trains; when the device runs out of memory, again from the last checkpoint with half the micro-batch."""
     while True:
-        training = assemble(config, run, options, found)
+        training = assemble(config, run, options, found, material, parent)
         rows = training.loader.rows
         try:
             with training.loader:
@@ -172,15 +195,20 @@ class Interrupted(UserError):
 
 
 def assemble(
-    config: Config, run: Run, options: Options, found: checkpoint.Checkpoint | None
+    config: Config,
+    run: Run,
+    options: Options,
+    found: checkpoint.Checkpoint | None,
+    material: Material | None = None,
+    parent: Parent | None = None,
 ) -> loop.Training:
-    """The parts of a run, fresh or as a checkpoint left them."""
+    """The parts of a run: fresh, from a parent's weights, or as a checkpoint left them. On text, if not told other."""
     machine = hardware.detect()
     device = torch.device(machine.device)
     dtype = compute_dtype(machine, options.dtype)
     if options.deterministic:
         make_deterministic()
-    dataset, tokenizer = open_dataset(config.data), open_tokenizer(config.tokenizer)
+    tokenizer = open_tokenizer(config.tokenizer)
     if tokenizer.vocab_size != config.model.vocab_size:
         raise UserError(
             f"Tokenizer '{tokenizer.name}' has {tokenizer.vocab_size} tokens and the run {config.model.vocab_size}: "
@@ -197,15 +225,16 @@ def assemble(
     rows = options.device_batch or recorded or fitting_rows(config, machine)
     per_step = config.train.batch_tokens // config.model.context
     rows = plan.largest_divisor(per_step, rows)
-    order = RowOrder(config.train.packing, config.train.reuse_tails, seed=config.train.seed)
+    material = material or text_material(config, tokenizer)
     loader = Loader(
-        open_source(dataset, "train", tokenizer),
+        material.train,
         rows=rows,
         context=config.model.context,
-        order=order,
+        order=material.order,
         state=found.state["loader"] if found is not None else None,
         pin_memory=device.type == "cuda",
         ahead=2 * (per_step // rows),  # the next step's are ready when this one ends
+        short_last=not compiled,
     )
     gpu = hardware.find_gpu(machine.name) if device.type == "cuda" else None
     training = loop.Training(
@@ -215,7 +244,7 @@ def assemble(
         forward,
         optimizer,
         loader,
-        evaluator(config, dataset, tokenizer, forward, device, rows, config.train.eval_tokens),
+        evaluate_on(material.val, config, tokenizer, forward, device, rows, config.train.eval_tokens),
         device,
         micro_steps=per_step // rows,
         position=loader.state(),
@@ -227,7 +256,15 @@ def assemble(
         loop.restore(training, found)
         run.rewind_metrics(found.step)
         say(f"going on with '{run.name}' from step {found.step} of {config.train.steps}")
+    elif parent is not None:
+        loop.begin_from(training, parent.checkpoint, parent.warm)
     return training
+
+
+def text_material(config: Config, tokenizer: Tokenizer) -> Material:
+    dataset, train = open_dataset(config.data), config.train
+    order = RowOrder(train.packing, train.reuse_tails, seed=train.seed)
+    return Material(open_source(dataset, "train", tokenizer), order, open_source(dataset, "val", tokenizer))
 
 
 def compute_dtype(machine: hardware.Hardware, wanted: Dtype = "auto") -> torch.dtype:
@@ -271,8 +308,23 @@ def evaluator(
     rows: int,
     max_tokens: int | None,
 ) -> Callable[[], BpbResult]:
-    """Bits per byte over the validation text, from its start, at most so many tokens of it."""
+    """Bits per byte over a dataset's validation text."""
     source = open_source(dataset, "val", tokenizer)
+    return evaluate_on(source, config, tokenizer, forward, device, rows, max_tokens)
+
+
+def evaluate_on(
+    source: Source,
+    config: Config,
+    tokenizer: Tokenizer,
+    forward: Callable[..., Tensor],
+    device: torch.device,
+    rows: int,
+    max_tokens: int | None,
+) -> Callable[[], BpbResult]:
+    """Bits per byte over a source, from its start, at most so many tokens of it; of a conversation, over what the
+    assistant says."""
+    packing: Packing = "padded" if isinstance(source, ConversationSource) else "best_fit"
     where = device if device.type != "mps" else torch.device("cpu")  # sums are in float64, which MPS has not
     sizes = torch.from_numpy(tokenizer.token_bytes(config.model.padded_vocab)).to(where)
     batches = max(max_tokens // (rows * config.model.context), 1) if max_tokens is not None else None
@@ -282,7 +334,7 @@ def evaluator(
         return forward(*loop.to_device(batch, device, config.model.document_mask), True)
 
     def evaluate() -> BpbResult:
-        order = RowOrder(shuffle=False, epochs=1)
+        order = RowOrder(packing, shuffle=False, epochs=1)
         with Loader(source, rows=rows, context=config.model.context, order=order) as loader:
             return evaluate_bpb(losses, islice(loader, batches), sizes)
 
@@ -293,19 +345,27 @@ def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[
     """The summary, the samples and the plot of a run that reached its end."""
     from nanorun.report.plots import plot_loss
 
+    summary = summarize(t)
+    t.model.use_backend("sdpa")  # every length is another shape, which compiled kernels do not like
+    summary["samples"] = sample(
+        t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
+    )
+    summary["planned"] = plan.compare_with_plan(planned, summary)
+    t.run.write_summary(summary)
+    plot_loss([(t.run.name, list(read_metrics(t.run.folder)))], t.run.folder / "loss.png")
+    return summary
+
+
+def summarize(t: loop.Training) -> dict[str, Any]:
+    """The final figures of any stage that trains through the loop."""
     records = list(read_metrics(t.run.folder))
     steps = [r for r in records if r["kind"] == "step"]
     last_eval = next(r for r in reversed(records) if r["kind"] == "eval")
     speeds = sorted(r["tokens_per_s"] for r in steps[min(10, len(steps) // 2) :])
-    speed = speeds[len(speeds) // 2]
-    t.model.use_backend("sdpa")  # every length is another shape, which compiled kernels do not like
-    samples = sample(
-        t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
-    )
     model = t.config.model
-    summary: dict[str, Any] = {
+    return {
         "name": t.run.name,
-        "kind": "base",
+        "kind": t.config.kind,
         "depth": model.depth,
         "scaling_parameters": model.scaling_parameters,
         "total_parameters": model.total_parameters,
@@ -315,19 +375,14 @@ def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[
         "val_loss": last_eval["val_loss"],
         "train_loss": steps[-1]["loss"],
         "seconds": round(t.seconds, 1),
-        "tokens_per_s": speed,
+        "tokens_per_s": speeds[len(speeds) // 2],
         "mfu": steps[-1]["mfu"],
         "peak_gib": steps[-1]["memory_gib"],
         "skipped_steps": sum(bool(r["skipped"]) for r in steps),
         "device": hardware.detect().name,
         "torch": torch.__version__,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "samples": samples,
     }
-    summary["planned"] = plan.compare_with_plan(planned, summary)
-    t.run.write_summary(summary)
-    plot_loss([(t.run.name, records)], t.run.folder / "loss.png")
-    return summary
 
 
 def sample(

@@ -12,9 +12,10 @@ Reinforcement learning has a step of its own (rl.py), which ends in the same `up
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import torch
@@ -38,6 +39,8 @@ class Feed(AbstractContextManager[Any], Protocol):
 
     @property
     def rows(self) -> int: ...  # of a micro-batch
+
+    def __iter__(self) -> Iterator[Any]: ...
 
     def __next__(self) -> Any: ...
 
@@ -95,6 +98,16 @@ class Step:
     rate: float
     figures: Mapping[str, Any] = field(default_factory=dict)  # more for the log
     note: str = ""  # for the progress bar
+    read: int | None = None  # tokens, trained or not (padding, what others say); None: as many as trained
+
+    @property
+    def passed(self) -> int:
+        """Tokens that went through the model: what speed is measured by."""
+        return self.tokens if self.read is None else self.read
+
+
+class OutOfData(Exception):
+    """Every epoch that was asked for is done."""
 
 
 class Abandoned(Exception):
@@ -102,10 +115,12 @@ class Abandoned(Exception):
 
 
 def train_step(t: Training) -> Step:
-    """The whole of training, on one screen."""
+    """The whole of training, on one screen. Where epochs are counted, the last step may be a short one."""
     start = time.perf_counter()
     rates = schedules.rates(t.step, t.config.train.steps, t.config.optim)
-    batches = [next(t.loader) for _ in range(t.micro_steps)]
+    batches: list[Batch] = list(islice(t.loader, t.micro_steps))
+    if not batches:
+        raise OutOfData
     trained = sum(batch.trained_tokens for batch in batches)
     waited = time.perf_counter() - start
 
@@ -116,13 +131,14 @@ def train_step(t: Training) -> Step:
         loss = t.forward(*to_device(batch, t.device, t.config.model.document_mask)) / trained
         (loss * t.scale.scale).backward()
         total += loss.detach()
-        t.pulse(batch.trained_tokens)
+        t.pulse(batch.inputs.numel())
     loss_now, norm_now, verdict = update(t, total, rates)
     t.step += 1
     t.tokens += trained
     seconds = time.perf_counter() - start
     t.seconds += seconds
-    return Step(loss_now, norm_now, trained, seconds, waited, verdict, rates.rate_scale)
+    read = sum(batch.inputs.numel() for batch in batches)
+    return Step(loss_now, norm_now, trained, seconds, waited, verdict, rates.rate_scale, read=read)
 
 
 def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdict]:
@@ -147,7 +163,8 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
     """Steps until the end, saving and evaluating on the way. False when a signal stopped it (it is saved)."""
     train = t.config.train
     last_save = time.monotonic()
-    total, done = (train.steps, t.step) if t.unit == "step" else (train.steps * train.batch_tokens, t.tokens)
+    size = 1 if t.unit == "step" else train.batch_tokens
+    total, done = train.steps * size, t.step * size
     with StopSignals() as stop, Progress(f"training {t.run.name}", total, t.unit, done=done) as bar:
         if t.step and evaluation_due(t) and not evaluated(t):
             log_evaluation(t)  # the last session was killed between saving and evaluating
@@ -159,10 +176,15 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 step = take_step(t)
             except Abandoned:
                 break
+            except OutOfData:  # going back to a checkpoint gave steps back, and data is never used twice
+                save(t)
+                if not evaluated(t):
+                    log_evaluation(t)
+                return True
             t.log(step_record(t, step))
-            advanced = 1 if t.unit == "step" else 0 if pulses else step.tokens
+            advanced = 1 if t.unit == "step" else 0 if pulses else step.passed
             bar.advance(advanced, step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
-            if warning := t.watch.feed(step.tokens, step.seconds, step.waited):
+            if warning := t.watch.feed(step.passed, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
@@ -193,7 +215,7 @@ def to_device(batch: Batch, device: torch.device, masked: bool) -> tuple[Tensor,
 
 
 def step_record(t: Training, step: Step) -> dict[str, Any]:
-    speed = step.tokens / step.seconds
+    speed = step.passed / step.seconds
     mfu = t.config.model.flops_per_token * speed / t.peak_flops if t.peak_flops else None
     memory = torch.cuda.max_memory_allocated(t.device) if t.device.type == "cuda" else None
     return {
@@ -266,6 +288,13 @@ def load_weights(t: Training, found: checkpoint.Checkpoint) -> None:
     t.model.load_state_dict(found.model)
     t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
     t.step = found.step
+
+
+def begin_from(t: Training, found: checkpoint.Checkpoint, warm: bool) -> None:
+    """Another run's weights, for a new one; warm, what its optimizer has gathered about them, too."""
+    t.model.load_state_dict(found.model)
+    if warm:
+        t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
 
 
 def roll_back(t: Training) -> None:

@@ -17,7 +17,7 @@ from nanorun.data.add import write_dataset
 from nanorun.data.bins import BinWriter, tokenize_dataset
 from nanorun.data.dataset import Dataset
 from nanorun.data.loader import IGNORE, Batch, Loader
-from nanorun.data.rows import RowOrder, shuffled
+from nanorun.data.rows import RowOrder, count_rows, shuffled
 from nanorun.data.sources import BinSource, ConversationSource, open_source
 from nanorun.errors import UserError
 from nanorun.text.tokenizer import Tokenizer, train_tokenizer
@@ -332,6 +332,28 @@ def test_no_row_of_an_endless_padded_loader_is_all_padding(small_units):
     with Loader(source, rows=4, context=64, order=RowOrder(packing="padded")) as loader:
         for _ in range(50):
             assert bool((next(loader).targets != IGNORE).any(dim=1).all())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("rows", [3, 4, 7, 64])
+def test_the_last_batch_of_an_epoch_may_be_short_and_then_no_row_is_all_padding(small_units, rows, world):
+    source = ConversationSource(conversations(23), BOS, "made up")
+    order = RowOrder(packing="padded", epochs=1)
+    trained = 0
+    for rank in range(world):
+        options = {"rows": rows, "context": 64, "order": order, "rank": rank, "world": world}
+        with Loader(source, short_last=True, **options) as loader:
+            for batch in loader:
+                trained += int((batch.targets != IGNORE).sum())
+                full = (batch.targets != IGNORE).any(dim=1)
+                assert bool(full.all()) or (batch.inputs.size(0) == 1 and world > 1)
+    assert trained == sum(sum(mask) for _, mask in source._items)
+    assert count_rows(source, order, 64) == len(taken_rows(source, order))
+
+
+def taken_rows(source, order) -> list[int]:
+    with Loader(source, rows=1, context=64, order=order) as loader:
+        return [batch.trained_tokens for batch in loader]
 
 
 def test_other_data_or_another_seed_is_refused_with_what_to_do(token_source, tmp_path):

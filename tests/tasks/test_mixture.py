@@ -1,0 +1,185 @@
+"""A mixture shows every example exactly as often as it is listed, in one order for all processes."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanorun.errors import UserError
+from nanorun.tasks.mixture import Mixture, Slice, Without
+from nanorun.tasks.recipe import HELD_OUT, RECIPES, Entry, Recipe, find_recipe, prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Numbers:
+    """Examples that say where they come from."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self.name, self._length = name, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int):
+        assert 0 <= index < self._length
+        return (self.name, index)
+
+
+def all_of(examples) -> list:
+    return [examples[i] for i in range(len(examples))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 40)), max_size=6), st.integers(0, 2**40))
+def test_every_example_comes_exactly_as_often_as_it_is_listed(parts, seed):
+    listed = [Numbers(f"{name}{length}", length) for name, length in parts]
+    seen = Counter(all_of(Mixture(listed, seed)))
+    assert seen == Counter(example for part in listed for example in all_of(part))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 60), st.integers(-70, 70), st.one_of(st.none(), st.integers(-70, 70)), st.integers(1, 7)
+)
+def test_a_slice_is_pythons_slice(length, start, stop, step):
+    assert (
+        all_of(Slice(Numbers("n", length), start, stop, step))
+        == all_of(Numbers("n", length))[start:stop:step]
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 200), st.integers(2, 60))
+def test_what_is_kept_and_what_is_trained_on_are_all_and_share_nothing(length, every):
+    examples = Numbers("n", length)
+    kept, trained = all_of(Slice(examples, every - 1, step=every)), all_of(Without(examples, every))
+    assert sorted(kept + trained) == all_of(examples)
+
+
+def test_the_order_mixes_the_parts_and_changes_with_the_seed():
+    parts = [Numbers("a", 500), Numbers("b", 500)]
+    one, other = all_of(Mixture(parts, 1)), all_of(Mixture(parts, 2))
+    assert one != other
+    assert one == all_of(Mixture(parts, 1))
+    assert 0.4 < sum(name == "a" for name, _ in one[:200]) / 200 < 0.6
+
+
+def test_looking_up_one_example_touches_no_other():
+    touched = []
+
+    class Watched(Numbers):
+        def __getitem__(self, index):
+            touched.append(index)
+            return super().__getitem__(index)
+
+    Mixture([Watched("a", 10_000), Watched("b", 10_000)], 0)[77]
+    assert len(touched) == 1
+
+
+def test_beyond_the_end_is_an_index_error():
+    for examples in (Mixture([Numbers("a", 3)]), Slice(Numbers("a", 3)), Without(Numbers("a", 3), 2)):
+        with pytest.raises(IndexError):
+            examples[len(examples)]
+        with pytest.raises(IndexError):
+            examples[-1]
+
+
+def test_the_order_is_the_same_in_another_process():
+    code = (
+        "import json\nfrom nanorun.tasks.recipe import RECIPES, prepare\n"
+        "_, train, val = prepare(RECIPES['sample'], seed=3)\n"
+        "print(json.dumps([[m[i] for i in range(0, 400, 7)] for m in (train, val)]))"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    _, train, val = prepare(RECIPES["sample"], seed=3)
+    assert json.loads(done.stdout) == [[m[i] for i in range(0, 400, 7)] for m in (train, val)]
+
+
+def chat(path: Path, n: int, word: str = "hello") -> Path:
+    messages = [
+        [{"role": "user", "content": f"{word} {i}"}, {"role": "assistant", "content": f"{word} to you"}]
+        for i in range(n)
+    ]
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in messages), encoding="utf-8")
+    return path
+
+
+def first_words(mixture: Mixture) -> Counter:
+    return Counter(mixture[i]["messages"][0]["content"] for i in range(len(mixture)))
+
+
+def test_a_json_mixture_lists_tasks_with_slices_and_repeats(tmp_path, monkeypatch):
+    chat(tmp_path / "me.jsonl", 100)
+    recipe = {
+        "train": [
+            {"task": "me.jsonl", "start": 10, "stop": 20, "repeat": 3},
+            {"task": "sample-sums", "stop": 5},
+        ],
+        "val": ["me.jsonl"],
+    }
+    (tmp_path / "mine.json").write_text(json.dumps(recipe))
+    monkeypatch.chdir("/")
+    used, train, val = prepare(find_recipe(str(tmp_path / "mine.json")))
+    assert used.name == "mine"
+    counts = first_words(train)
+    assert [counts[f"hello {i}"] for i in (9, 10, 19, 20)] == [0, 3, 3, 0]
+    assert (len(train), len(val)) == (35, 100)
+
+
+def test_without_val_every_fiftieth_is_kept_however_often_the_rest_is_repeated(tmp_path):
+    path = str(chat(tmp_path / "me.jsonl", 120))
+    _, train, val = prepare(Recipe("mine", (Entry(path, repeat=2),)))
+    assert (len(train), len(val)) == (2 * 118, 2)
+    assert set(first_words(val)) == {"hello 49", "hello 99"}
+    assert not set(first_words(train)) & set(first_words(val))
+    with pytest.raises(UserError, match=f"fewer than {HELD_OUT}"):
+        prepare(Recipe("mine", (Entry(str(chat(tmp_path / "few.jsonl", 9))),)))
+
+
+def test_a_named_recipe_leaves_out_what_is_not_here_and_says_so(tmp_path, capsys):
+    chat(tmp_path / "sft_lima.jsonl", 200)
+    used, train, _ = prepare(RECIPES["sft"], tmp_path)
+    assert [entry.task for entry in used.train] == ["spelling", "chat:sft_lima"]
+    assert len(train) == 6000 - 120 + 196
+    assert "gsm8k's train files are not in" in capsys.readouterr().err
+
+
+def test_nothing_at_all_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="Nothing of the mixture 'x' is here"):
+        prepare(Recipe("x", (Entry("gsm8k"),), optional=True), tmp_path)
+    with pytest.raises(UserError, match="gsm8k's train files are not in"):
+        prepare(Recipe("x", (Entry("gsm8k"),)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"val": []}',
+        '{"train": [{"repeat": 2}]}',
+        '{"train": [{"task": "gsm8k", "repeat": 0}]}',
+        '{"train": [{"task": "gsm8k", "stop": "all"}]}',
+        '{"train": [{"task": "gsm8k", "often": 2}]}',
+        '{"train": [7]}',
+        '{"train": ["gsm8k"], "test": []}',
+    ],
+)
+def test_a_bad_json_mixture_is_one_sentence(tmp_path, content):
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(UserError, match=r"bad\.json|repeat 0"):
+        find_recipe(str(tmp_path / "bad.json"))
+
+
+def test_unknown_names_say_what_there_is():
+    with pytest.raises(UserError, match="choose sample, mid, sft"):
+        find_recipe("smft")
+    with pytest.raises(UserError, match="There is no task 'arc'"):
+        prepare(Recipe("x", (Entry("arc"),)))

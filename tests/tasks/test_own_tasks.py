@@ -1,0 +1,155 @@
+"""What a person brings along: conversations in a file, and a task as a few lines of Python."""
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nanorun.data import sample
+from nanorun.errors import UserError
+from nanorun.tasks.catalogue import open_examples, open_task
+from nanorun.tasks.chat_file import ChatFile
+from nanorun.tasks.recipe import RECIPES, Entry, Recipe, find_recipe, prepare
+from nanorun.tasks.task import question
+
+ROOT = Path(__file__).resolve().parents[2]
+HELLO = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+
+
+def test_conversations_are_read_from_jsonl_and_from_parquet(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({**HELLO, "source": "me"}) + "\n\n" + json.dumps(HELLO))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([HELLO]), tmp_path / "b.parquet")
+    assert [ChatFile(tmp_path / "a.jsonl")[i] for i in range(2)] == [HELLO, HELLO]
+    assert ChatFile(tmp_path / "b.parquet")[0] == HELLO
+    assert len(ChatFile(tmp_path)) == 3
+    assert len(open_examples(str(tmp_path / "a.jsonl"))) == 2
+    assert len(open_examples("chat:a*", folder=tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"messages": "hi"}', "must be a list"),
+        ('{"text": "hi"}', 'no "messages"'),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "'user' must follow"),
+        ('{"messages": [{"role": "user", "content": 7}]}', "content 7"),
+        ("[1]", "not a JSON object"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_bad_conversation_is_named_by_its_line(tmp_path, line, problem):
+    (tmp_path / "a.jsonl").write_text(json.dumps(HELLO) + "\n" + line + "\n")
+    with pytest.raises(UserError, match=rf"(?s)Line 2 of .*a\.jsonl.*{re.escape(problem)}"):
+        ChatFile(tmp_path / "a.jsonl")
+
+
+def test_an_empty_or_missing_file_and_another_kind_are_one_sentence(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "a.txt").write_text("hello")
+    for name, problem in (
+        ("a.jsonl", "no conversations"),
+        ("b.jsonl", "no file"),
+        ("a.txt", "must be .jsonl"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            ChatFile(tmp_path / name)
+
+
+def from_the_docs() -> str:
+    """The task that docs/tasks.md shows."""
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    return re.search(r"```python\n(# reverse\.py.*?)```", page, re.DOTALL)[1]
+
+
+def test_the_task_of_the_docs_trains_and_is_judged(tmp_path):
+    code = from_the_docs()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 14
+    path = tmp_path / "reverse.py"
+    path.write_text(code)
+    for spec in (str(path), f"{path}:Reverse"):
+        task = open_task(spec, "test", trusted=[spec])
+        answer = task[0]["messages"][-1]["content"]
+        assert task.reward(0, [{"type": "text", "text": answer}]) == 1
+        assert task.reward(0, [{"type": "text", "text": "no"}]) == 0
+        assert question(task[0])[-1]["role"] == "user"
+        used, train, _ = prepare(Recipe("x", (Entry("sample-sums", stop=100),)), trusted=[spec])
+        assert [entry.task for entry in used.train] == ["sample-sums", spec]
+        assert any(train.where(i)[0] == 1 for i in range(len(train)))
+
+
+def test_a_json_mixture_may_slice_and_repeat_code_that_the_command_line_names(tmp_path, monkeypatch):
+    (tmp_path / "reverse.py").write_text(from_the_docs())
+    (tmp_path / "m.json").write_text(json.dumps([{"task": "reverse.py", "stop": 100, "repeat": 3}]))
+    with pytest.raises(UserError, match="add --task"):
+        prepare(find_recipe(str(tmp_path / "m.json")))
+    monkeypatch.chdir(tmp_path)
+    used, train, val = prepare(find_recipe("m.json"), trusted=["reverse.py"])
+    assert (len(used.train), len(train), len(val)) == (1, 3 * 98, 2)
+
+
+def test_code_runs_only_when_the_command_line_names_it(tmp_path):
+    path = tmp_path / "evil.py"
+    path.write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass A:\n    def __getitem__(self, i): ...\n")
+    with pytest.raises(UserError, match="is code, which runs only when you say so: add --task"):
+        prepare(Recipe("x", (Entry(str(path)),)))
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("def f(:\n", "SyntaxError at line 1"),
+        ("x = 1\nraise ValueError('no')\n", r"ValueError at line 2 \(no\)"),
+        ("x = 1\n", "it has: none"),
+        ("class A:\n    def __getitem__(self, i): ...\nclass B(A): ...\n", "it has: A, B"),
+        ("class A:\n    def __getitem__(self, i): ...\n", r"cannot make a A\('test'\)"),
+        ("class A(list): ...\n", "has no name"),
+    ],
+)
+def test_a_broken_task_is_one_sentence(tmp_path, code, problem):
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    with pytest.raises(UserError, match=problem):
+        open_examples(str(path), "test", trusted=[str(path)])
+    with pytest.raises(UserError, match="no file"):
+        open_examples("gone.py", trusted=["gone.py"])
+
+
+def test_what_cannot_be_judged_is_no_task(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(HELLO))
+    with pytest.raises(UserError, match="nothing to judge"):
+        open_task(str(tmp_path / "a.jsonl"))
+    with pytest.raises(UserError, match="nothing to judge"):
+        open_task("sample-chat")
+
+
+@pytest.mark.parametrize("name", ["sample-facts", "sample-sums", "sample-spelling", "sample-counting"])
+def test_the_sample_worlds_own_answers_are_right_and_others_wrong(name):
+    task = open_task(name, "test")
+    for i in range(0, len(task), 5):
+        reply = task[i]["messages"][-1]["content"]
+        assert task.reward(i, [{"type": "text", "text": reply}] if isinstance(reply, str) else reply) == 1
+        assert task.reward(i, [{"type": "text", "text": "I do not know."}]) == 0
+
+
+def test_the_sample_worlds_test_asks_in_words_that_training_never_used():
+    trained = open_examples("sample-chat", "train")
+    asked = {m["content"] for i in range(len(trained)) for m in trained[i]["messages"] if m["role"] == "user"}
+    for name in ("sample-facts", "sample-spelling", "sample-counting", "sample-sums"):
+        task = open_task(name, "test")
+        prompts = [task[i]["messages"][0]["content"] for i in range(len(task))]
+        assert not asked & set(prompts), name
+    assert "What is 12 + 30?" not in asked
+    facts = open_task("sample-facts", "test")
+    assert {q.answer for q in facts.questions} <= {fact.answer for fact in sample.world().facts}
+
+
+def test_training_looks_at_other_questions_on_its_way_than_the_test_asks():
+    way, test = open_task("sample-facts", "val"), open_task("sample-facts", "test")
+    assert way[0] != test[0]
+    _, train, val = prepare(RECIPES["sample"])
+    assert len(train) > 1000
+    assert len(val) >= 200

@@ -1,0 +1,381 @@
+"""SFT trains on what the assistant says, all of it, once an epoch, at every context, and loses nothing."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanorun.config import Config, OptimConfig, TrainConfig, scale_model
+from nanorun.data.conversations import render_all
+from nanorun.data.get import make_sample
+from nanorun.data.loader import IGNORE, Loader
+from nanorun.data.rows import RowOrder
+from nanorun.data.vocabulary import train_on
+from nanorun.errors import UserError
+from nanorun.model.gpt import GPT
+from nanorun.runs import Run, read_config, read_metrics
+from nanorun.tasks.recipe import find_recipe, prepare
+from nanorun.text.chat import render
+from nanorun.text.store import open_tokenizer
+from nanorun.train import base, checkpoint, loop, sft
+from nanorun.train.base import Material, Options, Parent, train_base
+from nanorun.train.sft import Choices, train_sft
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = "the lantern island harbour of a small light candle window is green and old boats come home".split()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with a small base model and a mixture of long and short conversations, made once."""
+    home = tmp_path_factory.mktemp("home")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("NANORUN_HOME", str(home))
+    patch.setenv("OMP_NUM_THREADS", "1")
+    train_on(make_sample(60_000), 300, name="sample", max_bytes=10**6)
+    model = scale_model(2, 300, context=64, dim=32, heads=2, kv_heads=1)
+    train = TrainConfig(steps=8, batch_tokens=512, eval_every=0, eval_tokens=2048, save_every=4)
+    train_base(Config(model, OptimConfig(warmup_steps=3), train), Options(name="tiny-base", samples=1))
+    write_mixture(home)
+    patch.undo()
+    return home
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch, world: Path) -> None:
+    """Sums in one order, here and in child processes, and no fight for the cores."""
+    monkeypatch.setenv("NANORUN_HOME", str(world))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write_mixture(home: Path) -> None:
+    """Conversations of one to five questions, of a few tokens up to thousands, some with calls."""
+    dice = random.Random(5)
+
+    def words(most: int) -> str:
+        return " ".join(dice.choices(WORDS, k=dice.randrange(1, most)))
+
+    def turn(most: int) -> list[dict]:
+        answer = words(most)
+        if dice.random() < 0.3:
+            answer = [
+                {"type": "text", "text": answer},
+                {"type": "python", "text": "1+1"},
+                {"type": "output", "text": "2"},
+                {"type": "text", "text": "it is 2"},
+            ]
+        return [{"role": "user", "content": words(most)}, {"role": "assistant", "content": answer}]
+
+    with open(home / "talk.jsonl", "w", encoding="utf-8") as file:
+        for i in range(160):
+            most = (12, 12, 12, 60, 300, 900)[i % 6] if i < 90 else 12
+            messages = [m for _ in range(dice.randrange(1, 6)) for m in turn(most)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    recipe = {
+        "train": [{"task": "talk.jsonl", "stop": 140, "repeat": 2}],
+        "val": [{"task": "talk.jsonl", "start": 140}],
+    }
+    (home / "mixture.json").write_text(json.dumps(recipe))
+
+
+def choices(world: Path, **changes) -> Choices:
+    return Choices(
+        **{"mixture": str(world / "mixture.json"), "save_every": 3, "batch_tokens": 512, **changes}
+    )
+
+
+def steps_of(world: Path, name: str) -> list[dict]:
+    return [r for r in read_metrics(world / "runs" / name) if r["kind"] == "step"]
+
+
+def final_weights(world: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(max((world / "runs" / name / "checkpoints").glob("0*")) / "model.safetensors")
+
+
+def spoken_tokens(world: Path, context: int) -> int:
+    """What must be trained in an epoch, counted conversation by conversation."""
+    tokenizer, total = open_tokenizer("sample"), 0
+    lines = (world / "talk.jsonl").read_text().splitlines()[:140]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for line in lines:
+            total += 2 * sum(render(json.loads(line), tokenizer, context + 1).mask)
+    return total
+
+
+@pytest.mark.parametrize("context", [32, 128, 512, 2048])
+def test_at_every_context_losses_are_finite_and_an_epoch_trains_exactly_its_tokens(world, context):
+    summary = train_sft(choices(world, context=context), Options(name=f"c{context}", fresh=True))
+    records = steps_of(world, f"c{context}")
+    assert all(math.isfinite(r["loss"]) and r["loss"] > 0 and not r["skipped"] for r in records)
+    assert summary["tokens"] == records[-1]["tokens"] == spoken_tokens(world, context)
+    assert summary["steps"] == len(records) == read_config(f"c{context}")["train"]["steps"]
+    assert math.isfinite(summary["val_bpb"])
+    longest = max(len(line) for line in (world / "talk.jsonl").read_text().splitlines())
+    assert longest > 2048, "some conversation is longer than the context"
+    assert summary["conversations_cut"] + summary["conversations_left_out"] > 0
+    assert all(torch.isfinite(w).all() for w in final_weights(world, f"c{context}").values())
+
+
+def test_two_epochs_train_twice_the_tokens_and_steps_end_it_anywhere(world):
+    two = train_sft(choices(world, epochs=2, context=128), Options(name="two", fresh=True))
+    assert two["tokens"] == 2 * spoken_tokens(world, 128)
+    five = train_sft(choices(world, steps=5), Options(name="five", fresh=True))
+    assert five["steps"] == 5
+    with pytest.raises(UserError, match="one of --steps and --epochs"):
+        Choices(steps=5, epochs=1)
+
+
+def test_how_a_step_is_cut_up_changes_only_rounding_also_in_the_last_short_step(world):
+    results = {}
+    for rows in (8, 4, 1):
+        train_sft(choices(world), Options(name=f"rows{rows}", fresh=True, device_batch=rows))
+        results[rows] = steps_of(world, f"rows{rows}")
+    for rows in (4, 1):
+        assert [r["tokens"] for r in results[rows]] == [r["tokens"] for r in results[8]]
+        losses = [[r["loss"] for r in results[n]] for n in (8, rows)]
+        assert losses[1][:3] == pytest.approx(losses[0][:3], rel=1e-4)
+        assert losses[1][-1] == pytest.approx(losses[0][-1], rel=0.05)
+
+
+def spoken_by_markers(row: list[int], special: dict[str, int]) -> list[bool]:
+    """Which tokens of a row the assistant says, told by the special tokens alone."""
+    speaking, tool, out = False, False, []
+    for token in row:
+        if token == special["<|output_start|>"]:
+            tool = True
+        out.append(speaking and not tool)
+        if token == special["<|output_end|>"]:
+            tool = False
+        if token == special["<|assistant_start|>"]:
+            speaking = True
+        elif token == special["<|assistant_end|>"]:
+            speaking = False
+    return out
+
+
+def material_of(world: Path, context: int, epochs: int | None = 1) -> Material:
+    tokenizer = open_tokenizer("sample")
+    _, train, val = prepare(find_recipe(str(world / "mixture.json")))
+    learned, measured = (render_all(m, tokenizer, context) for m in (train, val))
+    order = RowOrder("padded", epochs=epochs)
+    return Material(learned.source(tokenizer.bos), order, measured.source(tokenizer.bos))
+
+
+def test_only_what_the_assistant_says_is_trained(world):
+    special, material = open_tokenizer("sample").special, material_of(world, 256)
+    checked = 0
+    with Loader(material.train, rows=4, context=256, order=material.order) as loader:
+        for batch in loader:
+            for inputs, targets in zip(batch.inputs.tolist(), batch.targets.tolist(), strict=True):
+                said = spoken_by_markers([*inputs, 0], special)[1:]
+                for at in range(255):
+                    assert targets[at] == (inputs[at + 1] if said[at] else IGNORE)
+                    checked += said[at]
+    assert checked > 5000
+
+
+def assembled(world: Path, name: str, **changes) -> loop.Training:
+    chosen = choices(world, **changes)
+    parent = Config.from_dict(read_config("tiny-base"))
+    material = material_of(world, chosen.context or 64)
+    config = sft.configure(parent, chosen, material)
+    begin = Parent(sft.parent_checkpoint("tiny-base"), chosen.warm)
+    run = Run.open(name, config.to_dict(), fresh=True)
+    return base.assemble(config, run, Options(device_batch=4), None, material, begin)
+
+
+def test_the_loss_is_the_mean_over_the_steps_trained_tokens_and_the_users_do_not_count(world):
+    t, other = assembled(world, "mean"), assembled(world, "mean-other")
+    with t.loader, t.run, other.loader, other.run:
+        batches = [next(other.loader) for _ in range(other.micro_steps)]
+        total, count = 0.0, 0
+        for batch in batches:
+            logits = other.model.logits(batch.inputs).double()
+            for row, targets in zip(logits, batch.targets, strict=True):
+                spoken = targets != IGNORE
+                chosen = torch.log_softmax(row[spoken], -1).gather(1, targets[spoken, None])
+                total, count = total - chosen.sum().item(), count + int(spoken.sum())
+        step = loop.train_step(t)
+    assert step.tokens == count
+    assert step.loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_it_begins_with_the_parents_weights_and_optimizer_and_0_8_of_its_rates(world):
+    parent = sft.parent_checkpoint("tiny-base")
+    for warm in (True, False):
+        t = assembled(world, f"warm-{warm}", warm=warm)
+        with t.loader, t.run:
+            weights, state = t.model.state_dict(), t.optimizer.state_dict()
+            assert all(torch.equal(weights[name], parent.model[name]) for name in parent.model)
+            kept = {n: s for n, s in parent.optimizer.items() if not n.startswith("rng.")}
+            assert all(torch.equal(state[n], kept[n]) for n in kept) == warm
+    old, new = Config.from_dict(read_config("tiny-base")).optim, t.config.optim
+    assert new.matrix_rate == pytest.approx(0.8 * old.matrix_rate)
+    assert new.embedding_rate == pytest.approx(0.8 * old.embedding_rate)
+    assert (new.warmup_steps, new.warmdown, new.final_rate) == (0, 0.5, 0.0)
+
+
+def test_a_small_mixture_gets_a_smaller_batch_and_the_rates_that_go_with_it(world):
+    parent = Config.from_dict(read_config("tiny-base"))
+    few = sft.configure(parent, choices(world, context=256, batch_tokens=None), material_of(world, 256))
+    asked = sft.configure(parent, choices(world, context=256, batch_tokens=2048), material_of(world, 256))
+    assert few.train.steps >= sft.FEWEST_STEPS or few.train.batch_tokens == 256
+    assert asked.train.batch_tokens == 2048
+    assert asked.optim.matrix_rate == pytest.approx(0.8 * parent.optim.matrix_rate * math.sqrt(2048 / 512))
+
+
+def test_rates_are_level_and_then_fall_in_a_line_to_nothing(world):
+    train_sft(choices(world, steps=20), Options(name="rates", fresh=True))
+    rates = [r["lr"] for r in steps_of(world, "rates")]
+    assert rates[:11] == [1.0] * 11
+    assert rates[11:] == pytest.approx([1 - i / 10 for i in range(1, 10)])
+
+
+def command(world: Path, name: str, **flags) -> tuple[list[str], dict[str, str]]:
+    given = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
+    mixture = ["--mixture", str(world / "mixture.json"), "--batch-tokens", "512"]
+    args = [sys.executable, "-m", "nanorun", "train", "sft", "--name", name, *mixture, *given, "--json"]
+    return args, {**os.environ, "NANORUN_HOME": str(world), "PYTHONPATH": str(ROOT)}
+
+
+def logged(world: Path, name: str) -> list[int]:
+    return [r["step"] for r in steps_of(world, name)] if (world / "runs" / name).exists() else []
+
+
+def test_killed_at_random_moments_it_ends_with_bit_identical_weights(world):
+    flags = {"epochs": 2, "save_every": 3, "eval_every": 40}
+    args, env = command(world, "untouched", **flags)
+    whole = json.loads(subprocess.run(args, env=env, check=True, capture_output=True, timeout=240).stdout)
+    args, env = command(world, "killed", **flags)
+    dice = random.Random(3)
+    for kill in range(4):
+        child = subprocess.Popen(args, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        goal = whole["steps"] * kill // 5 + dice.randrange(4, 12)
+        until = time.monotonic() + 90
+        while max(logged(world, "killed"), default=0) < goal and time.monotonic() < until:
+            time.sleep(0.005)
+        time.sleep(dice.uniform(0, 0.05))
+        assert child.poll() is None, "it must still have been running"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    again = json.loads(subprocess.run(args, env=env, check=True, capture_output=True, timeout=240).stdout)
+    one, other = final_weights(world, "untouched"), final_weights(world, "killed")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert logged(world, "killed") == list(range(1, whole["steps"] + 1)), "each step is logged once"
+    assert [r["loss"] for r in steps_of(world, "killed")] == [r["loss"] for r in steps_of(world, "untouched")]
+    assert (again["tokens"], again["val_bpb"]) == (whole["tokens"], whole["val_bpb"])
+    assert whole["tokens"] == 2 * spoken_tokens(world, 64)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(world):
+    args, env = command(world, "stopped", epochs=40)
+    child = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while len(logged(world, "stopped")) < 5 and time.monotonic() < until:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGTERM)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "goes on from there" in errors
+    assert checkpoint.steps(world / "runs" / "stopped" / "checkpoints")[-1] == logged(world, "stopped")[-1]
+
+
+class Spike:
+    """The model, but its loss is not a number in the calls named."""
+
+    def __init__(self, forward, bad: set[int]) -> None:
+        self.forward, self.bad, self.calls = forward, bad, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        loss = self.forward(*args)
+        return loss * float("nan") if self.calls in self.bad else loss
+
+
+def test_after_going_back_the_epoch_ends_where_its_data_ends(world):
+    t = assembled(world, "back")
+    t.forward = Spike(t.forward, {2 * t.micro_steps + i * t.micro_steps for i in range(5, 8)})
+    with t.loader, t.run:
+        assert loop.train(t) is True
+    assert t.step < t.config.train.steps, "steps were given back, and no data was used twice"
+    assert t.loader.state()["position"]["epoch"] == 1
+    records = list(read_metrics(world / "runs" / "back"))
+    assert [r["step"] for r in records if r["kind"] == "eval"][-1] == t.step
+    assert checkpoint.steps(world / "runs" / "back" / "checkpoints")[-1] == t.step
+
+
+def test_a_finished_run_is_not_done_again_and_other_conversations_are_refused(world):
+    train_sft(choices(world, steps=4), Options(name="done", fresh=True))
+    before = (world / "runs" / "done" / "metrics.jsonl").read_bytes()
+    train_sft(choices(world, steps=4), Options(name="done"))
+    assert (world / "runs" / "done" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="mixture"):
+        train_sft(choices(world, steps=4, mixture="sample"), Options(name="done"))
+
+
+def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
+    from nanorun.evals.run import load_model
+
+    train_sft(choices(world, steps=3, context=32), Options(name="child", fresh=True))
+    record = read_config("child")
+    assert (record["kind"], record["parent"], record["mixture"]["name"]) == ("sft", "tiny-base", "mixture")
+    assert record["mixture"]["train"][0]["repeat"] == 2
+    _, step, config, model = load_model("child")
+    assert (step, config.model.context) == (3, 32)
+    assert isinstance(model, GPT)
+    grandchild = train_sft(choices(world, steps=2, parent="child"), Options(name="grandchild", fresh=True))
+    assert grandchild["parent"] == "child"
+
+
+@pytest.mark.parametrize(
+    ("parent", "mixture", "name"),
+    [
+        ("base-d12", "sft", "sft-d12"),
+        ("base-d12", "mid", "mid-d12"),
+        ("mid-d12", "sft", "sft-d12"),
+        ("sample-base", "sample", "sample-sft"),
+        ("mine", "talk", "sft-mine"),
+    ],
+)
+def test_a_run_is_named_after_its_parent(parent, mixture, name):
+    assert sft.name_after(parent, mixture) == name
+
+
+def test_what_is_missing_is_one_sentence(world, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no run 'nobody'"):
+        train_sft(choices(world, parent="nobody"), Options(name="x"))
+    with pytest.raises(UserError, match="None of the 280 conversations"):
+        train_sft(choices(world, context=3), Options(name="x"))
+    monkeypatch.setenv("NANORUN_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="no base model"):
+        train_sft(choices(world), Options(name="x"))
+
+
+def test_a_users_own_task_trains_from_the_command_line(world, tmp_path):
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    (tmp_path / "reverse.py").write_text(page.split("```python\n")[1].split("```")[0])
+    args, env = command(world, "own", steps=3, task="reverse.py")
+    done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["conversations"] == 280 + 200
+    assert read_config("own")["mixture"]["train"][-1]["task"] == str(tmp_path / "reverse.py")
+    args, env = command(world, "bad", steps=3, task="gone.py")
+    done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "There is no file gone.py" in done.stderr
