@@ -348,7 +348,7 @@ def _completed(old: dict[str, Any]) -> dict[str, Any]:
     from nanorun.config import Config
 
     try:
-        return json.loads(json.dumps(Config.from_dict(old).to_dict()))
+        return {**old, **json.loads(json.dumps(Config.from_dict(old).to_dict()))}
     except (UserError, TypeError, KeyError, ValueError, AttributeError):
         return old
 
