@@ -378,4 +378,4 @@ def test_a_users_own_task_trains_from_the_command_line(world, tmp_path):
     args, env = command(world, "bad", steps=3, task="gone.py")
     done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "There is no file gone.py" in done.stderr
+    assert "gone.py: --task takes the path of a Python file" in done.stderr
