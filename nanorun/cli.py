@@ -28,9 +28,9 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
 tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
-train_app = typer.Typer(help="Training: the base model.", no_args_is_help=True)
+train_app = typer.Typer(help="Training: the base model, reinforcement learning.", no_args_is_help=True)
 bench_app = typer.Typer(help="Speed on this machine: training, generation.", no_args_is_help=True)
-eval_app = typer.Typer(help="How good a model is: bits per byte.", no_args_is_help=True)
+eval_app = typer.Typer(help="How good a model is: bits per byte, ChatCORE.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
 app.add_typer(eval_app, name="eval")
 app.add_typer(bench_app, name="bench")
@@ -352,6 +352,50 @@ def eval_bpb(
     result = evaluate_run(model, data, max_tokens)
     text = f"{result['bpb']:.4f} bits per byte, loss {result['loss']:.4f}, on {result['tokens']:,} tokens"
     _show(result, as_json, f"{text} of '{result['data']}' ({result['model']}, step {result['step']})")
+
+
+@eval_app.command("chat", epilog=_example("nanorun eval chat --tasks gsm8k,arc-easy --max-per-task 200"))
+def eval_chat(
+    model: Annotated[
+        str | None, typer.Option(help="A run's name (default: the newest chat model, or the newest).")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Names or file.py:Class, with commas (default: those of ChatCORE that are here)."),
+    ] = None,
+    max_per_task: Annotated[int | None, typer.Option(min=1, help="Questions at most (default: all).")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies to each question, for pass@k.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=100, help="Default: 0, the likeliest; 1 with --samples.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply at most.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Questions at a time.")] = 64,
+    split: Annotated[str, typer.Option(help="Which questions.")] = "test",
+    seed: Annotated[int, typer.Option(min=0, help="Of the samples.")] = 0,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the answers here; what needs a sandbox may be judged later.")
+    ] = None,
+    judge: Annotated[Path | None, typer.Option(help="Only judge the answers that --keep wrote.")] = None,
+    as_json: Json = False,
+) -> None:
+    """ChatCORE: how often a chat model answers rightly, task by task, with 95% intervals."""
+    from nanorun import tables
+    from nanorun.evals import chat
+    from nanorun.evals.replies import Manner
+
+    if judge is not None:
+        if model or tasks or keep:
+            raise UserError("--judge takes the model and its answers from the file: leave the others out.")
+        result = chat.judge_file(judge)
+    else:
+        if temperature is None:
+            temperature = 1.0 if samples > 1 else 0.0
+        if samples > 1 and temperature == 0:
+            raise UserError("--samples with --temperature 0 would say the same every time: raise one.")
+        named = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
+        manner = Manner(max_tokens, temperature, samples, seed, batch)
+        result = chat.evaluate_chat(chat.Options(model, named, split, max_per_task, manner, keep))
+    _show(result, as_json, tables.chat_table(result))
 
 
 @bench_app.command("train", epilog=_example("nanorun bench train --depth 12 --json"))

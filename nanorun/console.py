@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Any, Literal, Self
 
-Unit = Literal["B", "tok", "doc", "file", "step"]
+Unit = Literal["B", "tok", "doc", "file", "step", "question"]
 _PLAIN_EVERY = 10.0
 
 

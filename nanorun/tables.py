@@ -191,3 +191,42 @@ def bench_train(result: dict[str, Any]) -> str:
     if result["peak_gib"]:
         rows.append(["peak memory", f"{result['peak_gib']:.1f} GiB"])
     return table(["bench", "train"], rows)
+
+
+def chat_table(result: dict[str, Any]) -> str:
+    """ChatCORE by task, with 95% intervals; pass@k where there were several samples."""
+    ks = list(next((row["pass"] for row in result["tasks"] if row["pass"]), {}))
+    rows = [
+        [
+            row["task"],
+            f"{row['n']:,}",
+            _share(row["accuracy"]),
+            f"{_share(row['low'])} to {_share(row['high'])}" if row["accuracy"] is not None else "–",
+            _share(row["baseline"]),
+            f"{row['centred']:.4f}" if row["centred"] is not None else "–",
+            _share(row["cut"]),
+            *(_share((row["pass"] or {}).get(k)) for k in ks[1:]),
+        ]
+        for row in result["tasks"]
+    ]
+    columns = [
+        "task",
+        "n",
+        "accuracy",
+        "95%",
+        "guessing",
+        "centred",
+        "cut off",
+        *(f"pass@{k}" for k in ks[1:]),
+    ]
+    shown = table(columns, rows)
+    if result["chatcore"] is None:
+        last = f"no ChatCORE yet: nanorun eval chat --judge {result['replies']}, where there is a sandbox"
+    else:
+        error = result["chatcore_high"] - result["chatcore"]
+        last = f"ChatCORE {result['chatcore']:.4f} ± {error:.4f} ({result['model']}, step {result['step']})"
+    return f"{shown}\n\n{last}\nthe answers are in {result['replies']}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
