@@ -337,6 +337,67 @@ def train_base(
     _show(summary, as_json, tables.run_summary(summary))
 
 
+@train_app.command("rl", epilog=_example("nanorun train rl --task gsm8k --steps 200"))
+def train_rl(
+    task: Annotated[
+        list[str] | None, typer.Option(help="What to learn: a name, or file.py:Class. May be given again.")
+    ] = None,
+    parent: Annotated[
+        str | None, typer.Option("--from", help="The run to start from (default: the newest sft, or base).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name (default: rl-dDEPTH).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: all problems once).")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Problems a step.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies to each problem.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
+    clip: Annotated[
+        float | None, typer.Option(help="PPO's limit to the ratio, such as 0.2 (default: none).")
+    ] = None,
+    kl: Annotated[float, typer.Option(help="Pull towards the start, such as 0.01.")] = 0.0,
+    inner_updates: Annotated[int, typer.Option(min=1, help="Updates by the samples of one step.")] = 1,
+    normalize_std: Annotated[
+        bool, typer.Option("--normalize-std", help="Divide advantages by their deviation.")
+    ] = False,
+    eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
+    device_batch: Annotated[int | None, typer.Option(min=1, help="Replies in a micro-batch.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the problems' order and the samples.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 25,
+    eval_every: Annotated[
+        int, typer.Option(min=0, help="Steps between evaluations; 0: only at the end.")
+    ] = 25,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
+    dtype: DtypeName = "auto",
+    compiled: Compile = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start the run anew if it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Reinforcement learning: a chat model gets better at a task by trying. Goes on where it stopped."""
+    from nanorun import tables
+    from nanorun.train import rl
+
+    options = rl.Options(fresh, device_batch, _dtype(dtype), compiled, deterministic)
+    run, config, learning = rl.configure(
+        task or [],
+        parent=parent,
+        name=name,
+        fresh=fresh,
+        steps=steps,
+        train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
+        problems=problems,
+        samples=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        clip=clip,
+        kl=kl,
+        inner_updates=inner_updates,
+        normalize_std=normalize_std,
+        eval_problems=eval_problems,
+    )
+    summary = rl.train_rl(run, config, learning, options)
+    _show(summary, as_json, tables.rl_summary(summary))
+
+
 @eval_app.command("bpb", epilog=_example("nanorun eval bpb --model base-d12 --json"))
 def eval_bpb(
     model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,

@@ -230,3 +230,34 @@ def chat_table(result: dict[str, Any]) -> str:
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
+
+
+def rl_summary(summary: dict[str, Any]) -> str:
+    passes = [key.removeprefix("val_") for key in summary if key.startswith("val_pass@")]
+    before = summary["val_reward_before"]
+    was = f" (before: {before:.3f})" if before is not None else ""
+    held_out = ", ".join(f"{key} {summary[f'val_{key}']:.3f}" for key in passes)
+    rows = [
+        ["learned", ", ".join(summary["tasks"])],
+        ["from", f"{summary['parent']}, step {summary['parent_step']}"],
+        ["trained on", f"{summary['tokens']:,} sampled tokens in {summary['steps']:,} steps"],
+        ["took", seconds(summary["seconds"])],
+        [
+            "speed",
+            f"{summary['rollout_tokens_per_s']:,.0f} tokens/s sampled, "
+            f"{summary['train_tokens_per_s']:,.0f} trained",
+        ],
+        ["reward", f"{summary['first_reward']:.3f} at first, {summary['last_reward']:.3f} at the end"],
+        ["held out", f"reward {summary['val_reward']:.3f}{was}, {held_out}"],
+    ]
+    if summary["skipped_steps"]:
+        rows.append(["skipped", f"{summary['skipped_steps']} steps"])
+    samples = [_example_reply(sample) for sample in summary["samples"][:5]]
+    return "\n".join([table(["run", summary["name"]], rows), "", *samples])
+
+
+def _example_reply(sample: dict[str, Any]) -> str:
+    marks = {"text": "{}", "python": "«{}»", "output": "→ {} "}
+    reply = "".join(marks[part["type"]].format(part["text"]) for part in sample["reply"])
+    asked = " ".join(sample["question"].split())
+    return f"  {asked:.100} │ {' '.join(reply.split()):.200}  ({sample['reward']:g})"

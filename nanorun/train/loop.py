@@ -36,8 +36,7 @@ from nanorun.train.track import Tracker
 class Feed(AbstractContextManager[Any], Protocol):
     """What steps learn from, one `next` after the other; another one goes on from its `state`."""
 
-    @property
-    def rows(self) -> int: ...  # of a micro-batch
+    rows: int  # of a micro-batch
 
     def __next__(self) -> Any: ...
 
