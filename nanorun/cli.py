@@ -5,6 +5,7 @@ JSON object as the last thing on stdout. A person's mistake gives one sentence a
 """
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -232,6 +233,10 @@ TokenizerName = Annotated[
 ]
 BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa, cudnn, flex or flash.")]
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32.")]
+TaskFiles = Annotated[
+    Path | None,
+    typer.Option("--task-files", help="Where the tasks' files are (default: tasks/ in the home)."),
+]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile on CUDA.")]
 
 
@@ -369,13 +374,16 @@ def train_rl(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
     dtype: DtypeName = "auto",
     compiled: Compile = True,
+    files: TaskFiles = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start the run anew if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
     """Reinforcement learning: a chat model gets better at a task by trying. Goes on where it stopped."""
     from nanorun import tables
+    from nanorun.evals.chat import open_task
     from nanorun.train import rl
 
+    opener = functools.partial(open_task, folder=files)
     options = rl.Options(fresh, device_batch, _dtype(dtype), compiled, deterministic)
     run, config, learning = rl.configure(
         task or [],
@@ -383,6 +391,7 @@ def train_rl(
         name=name,
         fresh=fresh,
         steps=steps,
+        open_task=opener,
         train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
         problems=problems,
         samples=samples,
@@ -394,7 +403,7 @@ def train_rl(
         normalize_std=normalize_std,
         eval_problems=eval_problems,
     )
-    summary = rl.train_rl(run, config, learning, options)
+    summary = rl.train_rl(run, config, learning, options, opener)
     _show(summary, as_json, tables.rl_summary(summary))
 
 
@@ -437,6 +446,7 @@ def eval_chat(
         Path | None, typer.Option(help="Keep the answers here; what needs a sandbox may be judged later.")
     ] = None,
     judge: Annotated[Path | None, typer.Option(help="Only judge the answers that --keep wrote.")] = None,
+    files: TaskFiles = None,
     as_json: Json = False,
 ) -> None:
     """ChatCORE: how often a chat model answers rightly, task by task, with 95% intervals."""
@@ -444,18 +454,18 @@ def eval_chat(
     from nanorun.evals import chat
     from nanorun.evals.replies import Manner
 
+    named = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
     if judge is not None:
-        if model or tasks or keep:
+        if model or keep:
             raise UserError("--judge takes the model and its answers from the file: leave the others out.")
-        result = chat.judge_file(judge)
+        result = chat.judge_file(judge, named, files)
     else:
         if temperature is None:
             temperature = 1.0 if samples > 1 else 0.0
         if samples > 1 and temperature == 0:
             raise UserError("--samples with --temperature 0 would say the same every time: raise one.")
-        named = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
         manner = Manner(max_tokens, temperature, samples, seed, batch)
-        result = chat.evaluate_chat(chat.Options(model, named, split, max_per_task, manner, keep))
+        result = chat.evaluate_chat(chat.Options(model, named, split, max_per_task, manner, keep, files))
     _show(result, as_json, tables.chat_table(result))
 
 

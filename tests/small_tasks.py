@@ -100,7 +100,7 @@ class Sandboxed(Echo):
 TASKS = {kind.name: kind for kind in (Echo, Spell, Pick, Sum, Sandboxed)}
 
 
-def open_task(spec, split="train"):
+def open_task(spec, split="train", folder=None, trusted=()):
     return TASKS[spec.rpartition(":")[2].lower()](split)
 
 
@@ -165,11 +165,11 @@ def furnish(home: Path, model: GPT, name: str = "tiny-sft") -> None:
 def main() -> None:
     """The command line, with these tasks where nanorun has no names for tasks yet."""
     try:
-        import nanorun.tasks.names  # noqa: F401
+        import nanorun.tasks.catalogue  # noqa: F401
     except ModuleNotFoundError:
-        names = types.ModuleType("nanorun.tasks.names")
-        names.open_task = open_task
-        sys.modules["nanorun.tasks.names"] = names
+        catalogue = types.ModuleType("nanorun.tasks.catalogue")
+        catalogue.open_task = open_task
+        sys.modules["nanorun.tasks.catalogue"] = catalogue
     from nanorun.cli import main
 
     main()

@@ -52,6 +52,7 @@ class Options:
     max_per_task: int | None = None
     manner: Manner = field(default_factory=Manner)
     keep: Path | None = None  # where to put the answers; None: into the run's folder
+    folder: Path | None = None  # of the public tasks' files; None: tasks/ in the home
 
 
 def evaluate_chat(options: Options) -> dict[str, Any]:
@@ -75,10 +76,18 @@ def evaluate_chat(options: Options) -> dict[str, Any]:
     return record("chat", **about, **score(tasks, judged), replies=str(kept))
 
 
-def judge_file(path: Path) -> dict[str, Any]:
-    """Judges the answers of another machine; the rewards stand in a file beside it."""
+def judge_file(path: Path, trusted: Sequence[str] = (), folder: Path | None = None) -> dict[str, Any]:
+    """Judges the answers of another machine; the rewards stand in a file beside it.
+
+    A task that is code is only run if it is named here, too: a file must not be able to run what it likes.
+    """
     about, answers = read_replies(path)
-    tasks = {spec: open_task(spec, about["split"]) for spec in about["questions"]}
+    for spec in about["questions"]:
+        if ".py" in spec and spec not in trusted:
+            raise UserError(
+                f"{path} was answered with the code {spec}, which runs if you add --tasks {spec}."
+            )
+    tasks = {spec: open_task(spec, about["split"], folder) for spec in about["questions"]}
     for answer in answers:
         task = tasks[answer.task]
         if answer.index >= len(task) or asked(task[answer.index]) != answer.question:
@@ -97,25 +106,25 @@ def newest_chat_model() -> str | None:
     return runs[0].name if runs else None
 
 
-def open_task(spec: str, split: str) -> Task:
-    """A task by name, or a person's own: `file.py:Class`."""
+def open_task(spec: str, split: str, folder: Path | None = None) -> Task:
+    """A task by name, whose files are in the folder, or a person's own, `file.py:Class`: code that may be run."""
     try:
-        names = importlib.import_module("nanorun.tasks.names")
+        catalogue = importlib.import_module("nanorun.tasks.catalogue")
     except ModuleNotFoundError as error:
         raise UserError(
             f"This nanorun cannot open '{spec}', it has no tasks ({error}): update it."
         ) from error
-    task: Task = names.open_task(spec, split)
+    task: Task = catalogue.open_task(spec, split, folder, [spec])
     return task
 
 
 def _open_tasks(options: Options, data: str) -> dict[str, Task]:
     if options.tasks:
-        return {spec: open_task(spec, options.split) for spec in options.tasks}
+        return {spec: open_task(spec, options.split, options.folder) for spec in options.tasks}
     found, absent = dict[str, Task](), list[str]()
     for spec in SAMPLE if data == "sample" else CHATCORE:
         try:
-            found[spec] = open_task(spec, options.split)
+            found[spec] = open_task(spec, options.split, options.folder)
         except UserError as error:
             absent.append(str(error))
     if not found:

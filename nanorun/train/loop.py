@@ -36,7 +36,8 @@ from nanorun.train.track import Tracker
 class Feed(AbstractContextManager[Any], Protocol):
     """What steps learn from, one `next` after the other; another one goes on from its `state`."""
 
-    rows: int  # of a micro-batch
+    @property
+    def rows(self) -> int: ...  # of a micro-batch
 
     def __next__(self) -> Any: ...
 

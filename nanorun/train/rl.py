@@ -3,8 +3,7 @@
     a step:  draw problems  →  sample replies to each with the weights of now (rollouts.py)  →  rewards by the
              task, advantages  →  the policy gradient over all sampled tokens (policy.py)  →  update
 
-The rest is the loop of every stage (loop.py): guard, checkpoints, signals, evaluation on the way. The learning
-rates are the parent's times 0.05, and fall in a line to 0; nothing decays, since nothing new is memorised.
+The rest is the loop of every stage (loop.py): guard, checkpoints, signals, evaluation on the way.
 
 On-policy means that what is learned from was sampled by the very weights that learn. Engine and trainer compute
 the same probabilities by different code, so each step logs how far they are apart (`logprob_gap`, nats a token):
@@ -15,33 +14,35 @@ import functools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nanorun import hardware, home
-from nanorun.config import Config, OptimConfig, TrainConfig
+from nanorun.config import Config
 from nanorun.console import say
 from nanorun.errors import UserError
-from nanorun.evals import chat
+from nanorun.evals.chat import open_task as open_by_name
 from nanorun.model.gpt import GPT, empty
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
-from nanorun.runs import Run, list_runs, read_config, read_metrics
+from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import checkpoint, loop
 from nanorun.train.base import Dtype, Interrupted, compute_dtype, make_deterministic
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, Verdict
 from nanorun.train.policy import MicroBatch, Sample, micro_batches, policy_loss, token_logprobs
-from nanorun.train.rollouts import Experience, HeldOut, OpenTask, RLConfig, Rollouts, Tasks, open_tasks
+from nanorun.train.rl_config import OpenTask, RLConfig, configure
+from nanorun.train.rollouts import Rollouts, Tasks, open_tasks
 
-RATE_SHARE = 0.05  # of the parent's rates
-MOST_STEPS = 500  # unless more are asked for
 MICRO_TOKENS_GPU, MICRO_TOKENS_CPU = 16_384, 4_096
 REFERENCE = "reference"  # the start, kept where KL needs it
+
+
+__all__ = ["Options", "configure", "train_rl"]
 
 
 @dataclass(frozen=True)
@@ -55,47 +56,8 @@ class Options:
     deterministic: bool = False
 
 
-def configure(
-    tasks: Sequence[str],
-    *,
-    parent: str | None = None,
-    name: str | None = None,
-    fresh: bool = False,
-    steps: int | None = None,
-    open_task: OpenTask = chat.open_task,
-    train: dict[str, Any] | None = None,
-    **changes: Any,
-) -> tuple[str, Config, RLConfig]:
-    """The run's name and configuration: what is asked for, and what follows from the parent.
-
-    A run that exists already remembers its parent.
-    """
-    old = _recorded(name) if name is not None and not fresh else None
-    parent = parent or (old or {}).get("parent") or _newest_parent()
-    theirs = Config.from_dict(read_config(parent))
-    name = name or f"rl-d{theirs.model.depth}"
-    old = old or (_recorded(name) if not fresh else None)
-    if old is not None and old["parent"] == parent:
-        start = old["parent_step"]
-    else:
-        saved = checkpoint.steps(home.runs_dir() / parent / "checkpoints")
-        if not saved:
-            raise UserError(f"The run '{parent}' has no checkpoint yet: let it train on.")
-        start = saved[-1]
-    if not tasks:
-        raise UserError("Name a task to learn: --task NAME, or a file of yours, --task file.py:Class.")
-    rl = RLConfig(parent, start, tuple(tasks), **changes)
-    if steps is None:
-        problems = sum(len(open_task(spec, "train")) for spec in tasks)
-        steps = min(-(-problems // rl.problems), MOST_STEPS)  # one pass over them
-    batch = rl.problems * rl.samples * rl.max_tokens
-    defaults: dict[str, Any] = {"eval_every": 25, "save_every": 25, "save_minutes": 10.0, "seed": 0}
-    config = TrainConfig(steps=steps, batch_tokens=batch, **{**defaults, **(train or {})})
-    return name, replace(theirs, optim=_rates(theirs.optim), train=config, kind="rl"), rl
-
-
 def train_rl(
-    name: str, config: Config, rl: RLConfig, options: Options, open_task: OpenTask = chat.open_task
+    name: str, config: Config, rl: RLConfig, options: Options, open_task: OpenTask = open_by_name
 ) -> dict[str, Any]:
     """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
     if name == rl.parent:
@@ -147,7 +109,8 @@ def assemble(
     groups = group_parameters(model.named_parameters(), config.optim)
     recorded = found.state.get("rows") if found is not None else None
     tokens = MICRO_TOKENS_GPU if device.type == "cuda" else MICRO_TOKENS_CPU
-    rows = options.device_batch or recorded or max(tokens // config.model.context, 1)
+    longest = min(2 * rl.max_tokens, config.model.context)  # about; a prompt is seldom longer than a reply
+    rows = options.device_batch or recorded or max(tokens // longest, 1)
     rollouts = Rollouts(
         model,
         tokenizer,
@@ -182,7 +145,7 @@ def rl_step(t: loop.Training, rl: RLConfig, reference: GPT | None) -> loop.Step:
     """The whole of reinforcement learning, on one screen."""
     start = time.perf_counter()
     rates = schedules.rates(t.step, t.config.train.steps, t.config.optim)
-    experience: Experience = next(t.loader)
+    experience = next(cast(Rollouts, t.loader))
     samples = [s for s in experience.samples if s.advantage or reference is not None]  # others move nothing
     trained = sum(sample.trained for sample in experience.samples)
     begun = time.perf_counter()
@@ -219,7 +182,8 @@ def gradients(
 
     When the device runs out of memory, again with half as many samples at a time.
     """
-    rows = t.loader.rows
+    rollouts = cast(Rollouts, t.loader)
+    rows = rollouts.rows
     try:
         batches = micro_batches(samples, rows)
         sizes = [len(batch.targets) for batch in batches]
@@ -253,7 +217,7 @@ def gradients(
     if t.device.type == "cuda":
         torch.cuda.empty_cache()
     say(f"out of memory with {rows} replies at a time; going on with {rows // 2}")
-    t.loader.rows = rows // 2
+    rollouts.rows = rows // 2
     return gradients(t, rl, reference, samples, old, trained)
 
 
@@ -286,7 +250,8 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
     records = list(read_metrics(t.run.folder))
     steps = [record for record in records if record["kind"] == "step"]
     evals = [record for record in records if record["kind"] == "eval"]
-    last: HeldOut = t.evaluate()  # type: ignore[assignment]
+    rollouts = cast(Rollouts, t.loader)
+    last = rollouts.last or rollouts.evaluate()
     few = max(len(steps) // 10, 1)
     summary: dict[str, Any] = {
         "name": t.run.name,
@@ -318,29 +283,6 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
-
-
-def _rates(parent: OptimConfig) -> OptimConfig:
-    """The parent's, much smaller, falling in a line to 0 from the first step; no weight decay."""
-    rates = {name: getattr(parent, name) * RATE_SHARE for name in vars(parent) if name.endswith("_rate")}
-    return replace(parent, **{**rates, "final_rate": 0.0}, matrix_decay=0.0, warmup_steps=0, warmdown=1.0)
-
-
-def _recorded(name: str) -> dict[str, Any] | None:
-    """What an earlier session of this run was told, if there was one."""
-    if not (home.runs_dir() / name / "config.json").is_file():
-        return None
-    record: dict[str, Any] | None = read_config(name).get("rl")
-    return record
-
-
-def _newest_parent() -> str:
-    runs = [run for run in list_runs() if run.checkpoint is not None]
-    for kind in ("sft", "base"):
-        for run in runs:
-            if run.kind == kind:
-                return run.name
-    raise UserError(f"There is no model to start from in {home.runs_dir()}: nanorun speedrun makes one.")
 
 
 def _start(run: Run, rl: RLConfig) -> checkpoint.Checkpoint:

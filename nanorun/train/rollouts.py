@@ -9,7 +9,7 @@ The engine holds the weights a second time, ready for decoding, and takes over t
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,39 +24,9 @@ from nanorun.tasks.task import Task
 from nanorun.text.chat import parse_reply
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train.policy import Sample, advantages
+from nanorun.train.rl_config import OpenTask, RLConfig
 
-OpenTask = Callable[[str, str], Task]
 Tasks = Mapping[str, tuple[Task, Task]]  # by name: to learn from, and held out
-
-
-@dataclass(frozen=True)
-class RLConfig:
-    """What is learned from what: part of a run's config.json."""
-
-    parent: str  # the run whose weights are the start, and the reference
-    parent_step: int
-    tasks: tuple[str, ...]
-    problems: int = 16  # a step
-    samples: int = 16  # of each problem
-    max_tokens: int = 256
-    temperature: float = 1.0
-    clip: float | None = None
-    kl: float = 0.0
-    inner_updates: int = 1  # with the samples of one step
-    normalize_std: bool = False
-    eval_problems: int = 64  # held out, as many samples of each
-
-    def __post_init__(self) -> None:
-        if self.samples < 2:
-            raise UserError("--samples must be at least 2: a reply is judged by comparing it with others.")
-        if not self.temperature > 0:
-            raise UserError("--temperature must be more than 0: without chance all samples are the same.")
-        if self.clip is not None and not 0 < self.clip < 1:
-            raise UserError(f"--clip is {self.clip}: it must lie between 0 and 1, such as 0.2.")
-        if not 0 <= self.kl < float("inf"):
-            raise UserError(f"--kl is {self.kl}: it must be 0 or more, such as 0.01.")
-        if min(self.problems, self.max_tokens, self.inner_updates, self.eval_problems) < 1:
-            raise UserError("Problems, max-tokens, inner-updates and eval-problems must each be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -133,6 +103,7 @@ class Rollouts:
         for spec, (_, task) in tasks.items():
             self.held_out += [(spec, task, i) for i in chosen_questions(len(task), share)]
         self.drawn = 0
+        self.last: HeldOut | None = None  # what was last seen of them
         if state is not None:
             if state["problems"] != len(self.problems):
                 raise UserError(
@@ -143,6 +114,9 @@ class Rollouts:
         wanted = config.problems * config.samples
         slots = fitting_slots(model.config, model.embed.weight.device, wanted, model.dtype.itemsize)
         self.engine = Engine(model, tokenizer, Settings(slots=slots, tool_threads=0))
+
+    def __iter__(self) -> "Rollouts":
+        return self
 
     def __next__(self) -> Experience:
         start = time.perf_counter()
@@ -185,7 +159,8 @@ class Rollouts:
         rewards = [answer.reward or 0.0 for answer in judged]
         groups = [rewards[i : i + many] for i in range(0, len(rewards), many)]
         examples = [asdict(answer) for answer in judged[:: 3 * many + 1][:8]]
-        return HeldOut(sum(rewards) / len(rewards), pass_at(groups), examples)
+        self.last = HeldOut(sum(rewards) / len(rewards), pass_at(groups), examples)
+        return self.last
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "problems": len(self.problems)}

@@ -10,7 +10,18 @@ import types
 
 import pytest
 import torch
-from small_tasks import Echo, Pick, Sandboxed, Sum, byte_tokenizer, furnish, half_taught, open_task, talk
+from small_tasks import (
+    HERE,
+    Echo,
+    Pick,
+    Sandboxed,
+    Sum,
+    byte_tokenizer,
+    furnish,
+    half_taught,
+    open_task,
+    talk,
+)
 
 from nanorun import cli, tables
 from nanorun.errors import UserError
@@ -30,9 +41,9 @@ def model():
 @pytest.fixture(autouse=True)
 def world(home, model, monkeypatch):
     """A home with the model as a run, and names for the small tasks."""
-    names = types.ModuleType("nanorun.tasks.names")
+    names = types.ModuleType("nanorun.tasks.catalogue")
     names.open_task = open_task
-    monkeypatch.setitem(sys.modules, "nanorun.tasks.names", names)
+    monkeypatch.setitem(sys.modules, "nanorun.tasks.catalogue", names)
     furnish(home, model)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -248,6 +259,14 @@ def test_answers_to_other_questions_are_not_judged(world, tmp_path, monkeypatch)
         judge_file(file)
 
 
+def test_a_file_cannot_have_code_run_that_nobody_named(world, tmp_path):
+    file, code = tmp_path / "answers.jsonl", f"{HERE}:Echo"
+    kept = evaluate_chat(Options(tasks=[code], max_per_task=5, keep=file))
+    with pytest.raises(UserError, match=f"add --tasks {code}"):
+        judge_file(file)
+    assert figures(judge_file(file, [code])) == figures(kept)
+
+
 @pytest.mark.parametrize(
     "text", ["", "no json", '{"format": "other"}', "[1]", '{"format": "nanorun-replies"}\n{}']
 )
@@ -308,12 +327,12 @@ def test_a_mistake_is_one_sentence_and_code_2(world, args, words, capsys, monkey
 def test_tasks_of_chatcore_that_are_not_here_are_left_out(world, monkeypatch, capsys):
     monkeypatch.setattr(chat, "SAMPLE", ("echo", "absent", "pick"))
 
-    def some(spec, split):
+    def some(spec, split, *_):
         if spec == "absent":
             raise UserError("Its files are not here.")
         return open_task(spec, split)
 
-    monkeypatch.setattr(sys.modules["nanorun.tasks.names"], "open_task", some)
+    monkeypatch.setattr(sys.modules["nanorun.tasks.catalogue"], "open_task", some)
     result = evaluate_chat(Options(max_per_task=4))
     assert [row["task"] for row in result["tasks"]] == ["echo", "pick"]
     assert "left out: Its files are not here." in capsys.readouterr().err
