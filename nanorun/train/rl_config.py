@@ -68,10 +68,11 @@ def configure(
     A run that exists already remembers its parent.
     """
     old = _recorded(name) if name is not None and not fresh else None
-    parent = parent or (old or {}).get("parent") or _newest_parent()
+    if name is None:
+        name = f"rl-d{read_config(parent or _newest_parent())['model']['depth']}"
+        old = _recorded(name) if not fresh else None
+    parent = parent or (old["parent"] if old is not None else _newest_parent())
     theirs = Config.from_dict(read_config(parent))
-    name = name or f"rl-d{theirs.model.depth}"
-    old = old or (_recorded(name) if not fresh else None)
     if old is not None and old["parent"] == parent:
         start = old["parent_step"]
     else:
