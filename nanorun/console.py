@@ -12,7 +12,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Literal, Self
 
-Unit = Literal["B", "tok", "doc", "file", "step"]
+Unit = Literal["B", "tok", "doc", "file", "step", "question"]
 _PLAIN_EVERY = 10.0
 _RECENT, _MOST_MARKS = 60.0, 64  # the rate is that of the last minute
 

@@ -247,7 +247,6 @@ def assemble(
         evaluate_on(material.val, config, tokenizer, forward, device, rows, config.train.eval_tokens),
         device,
         micro_steps=per_step // rows,
-        position=loader.state(),
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
         scale=LossScale(dtype == torch.float16),
         tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,

@@ -79,6 +79,9 @@ class Training:
     seconds: float = 0.0  # spent training, without evaluation and saving
     tracker: Tracker | None = None
 
+    def __post_init__(self) -> None:
+        self.position = self.position or self.loader.state()
+
     def log(self, record: dict[str, Any]) -> None:
         self.run.log(record)
         if self.tracker is not None:
@@ -135,6 +138,7 @@ def train_step(t: Training) -> Step:
     loss_now, norm_now, verdict = update(t, total, rates)
     t.step += 1
     t.tokens += trained
+    t.position = t.loader.state()
     seconds = time.perf_counter() - start
     t.seconds += seconds
     read = sum(batch.inputs.numel() for batch in batches)
@@ -155,7 +159,6 @@ def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdi
         t.guard.reason = f"gradients overflowed fp16; the loss is scaled by {t.scale.scale:g} from now on"
     if verdict != "ok":
         t.optimizer.take_back()
-    t.position = t.loader.state()
     return loss_now, norm_now, verdict
 
 
