@@ -51,4 +51,7 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
+	@# a CPU build of torch brings no Triton; with it, the kernels' tests run through its interpreter
+	@$(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(PIP) --no-deps 'triton==3.6.0; platform_system == "Linux" and platform_machine == "x86_64"'
 	@touch $@ $(VENV)/installed

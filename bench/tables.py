@@ -98,6 +98,24 @@ def tokenizers(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{footer(result)}"
 
 
+def train(result: dict[str, Any]) -> str:
+    rows = markdown(
+        ["model", "tokens/s", "MFU", "GiB at the peak", "s to the first step, cold", "warm", "attention"],
+        [
+            [
+                f"d{result['depth']}, {result['batch_tokens']:,}-token steps",
+                f"{result['tokens_per_s']:,}",
+                f"{result['mfu']:.1%}",
+                f"{result['peak_gib']:.1f}",
+                f"{result['first_step_cold_s']:.0f}",
+                f"{result['first_step_warm_s']:.0f}",
+                ", ".join(result["attention"]),
+            ]
+        ],
+    )
+    return f"{rows}\n\n{footer(result)}"
+
+
 def footer(result: dict[str, Any]) -> str:
     where = f"{result['device']}, {result['cores']} cores, torch {result['torch']}"
     return f"Measured {result['date']} on {where}, at {result['commit']}, by `{result['command']}`."
@@ -107,6 +125,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "loader": loader,
     "tokenizer trainers": tokenizer_trainers,
     "tokenizers": tokenizers,
+    "train": train,
 }
 
 

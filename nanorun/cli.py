@@ -5,13 +5,14 @@ JSON object as the last thing on stdout. A person's mistake gives one sentence a
 """
 
 import errno
+import functools
 import json
 import os
 import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -28,9 +29,9 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
 tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
-train_app = typer.Typer(help="Training: the base model, then conversation.", no_args_is_help=True)
+train_app = typer.Typer(help="Training: the base model, conversation, reinforcement.", no_args_is_help=True)
 bench_app = typer.Typer(help="Speed on this machine: training, generation.", no_args_is_help=True)
-eval_app = typer.Typer(help="How good a model is: bits per byte.", no_args_is_help=True)
+eval_app = typer.Typer(help="How good a model is: bits per byte, ChatCORE.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
 app.add_typer(eval_app, name="eval")
 app.add_typer(bench_app, name="bench")
@@ -232,6 +233,10 @@ TokenizerName = Annotated[
 ]
 BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa, cudnn, flex or flash.")]
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32.")]
+TaskFiles = Annotated[
+    Path | None,
+    typer.Option("--task-files", help="Where the tasks' files are (default: tasks/ in the home)."),
+]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile on CUDA.")]
 
 
@@ -415,6 +420,71 @@ def train_sft(
     _show(summary, as_json, tables.run_summary(summary))
 
 
+@train_app.command("rl", epilog=_example("nanorun train rl --task gsm8k --steps 200"))
+def train_rl(
+    task: Annotated[
+        list[str] | None, typer.Option(help="What to learn: a name, or file.py:Class. May be given again.")
+    ] = None,
+    parent: Annotated[
+        str | None, typer.Option("--from", help="The run to start from (default: the newest sft, or base).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name (default: rl-dDEPTH).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: all problems once).")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Problems a step.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies to each problem.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
+    clip: Annotated[
+        float | None, typer.Option(help="PPO's limit to the ratio, such as 0.2 (default: none).")
+    ] = None,
+    kl: Annotated[float, typer.Option(help="Pull towards the start, such as 0.01.")] = 0.0,
+    inner_updates: Annotated[int, typer.Option(min=1, help="Updates by the samples of one step.")] = 1,
+    normalize_std: Annotated[
+        bool, typer.Option("--normalize-std", help="Divide advantages by their deviation.")
+    ] = False,
+    eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
+    device_batch: Annotated[int | None, typer.Option(min=1, help="Replies in a micro-batch.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the problems' order and the samples.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 25,
+    eval_every: Annotated[
+        int, typer.Option(min=0, help="Steps between evaluations; 0: only at the end.")
+    ] = 25,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
+    dtype: DtypeName = "auto",
+    compiled: Compile = True,
+    files: TaskFiles = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start the run anew if it exists.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Reinforcement learning: a chat model gets better at a task by trying. Goes on where it stopped."""
+    from nanorun import tables
+    from nanorun.evals.chat import open_task
+    from nanorun.train import rl
+
+    opener = functools.partial(open_task, folder=files)
+    options = rl.Options(fresh, device_batch, _dtype(dtype), compiled, deterministic)
+    run, config, learning = rl.configure(
+        task or [],
+        parent=parent,
+        name=name,
+        fresh=fresh,
+        steps=steps,
+        open_task=opener,
+        train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
+        problems=problems,
+        samples=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        clip=clip,
+        kl=kl,
+        inner_updates=inner_updates,
+        normalize_std=normalize_std,
+        eval_problems=eval_problems,
+    )
+    summary = rl.train_rl(run, config, learning, options, opener)
+    _show(summary, as_json, tables.rl_summary(summary))
+
+
 @eval_app.command("bpb", epilog=_example("nanorun eval bpb --model base-d12 --json"))
 def eval_bpb(
     model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,
@@ -430,6 +500,94 @@ def eval_bpb(
     result = evaluate_run(model, data, max_tokens)
     text = f"{result['bpb']:.4f} bits per byte, loss {result['loss']:.4f}, on {result['tokens']:,} tokens"
     _show(result, as_json, f"{text} of '{result['data']}' ({result['model']}, step {result['step']})")
+
+
+@app.command(epilog=_example('nanorun chat -p "What is 17 + 25?"'))
+def chat(
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="Ask this, print the answer and end; - reads stdin.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What a chat model is told before everything.")] = None,
+    tools: Annotated[
+        str, typer.Option(help="What answers may call: calculator, python or none.")
+    ] = "calculator",
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0 is no limit.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest, up to this probability in all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Only tokens this likely, relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, what was said gets less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same one gives the same answers.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    int8: Annotated[bool, typer.Option("--int8", help="Weights as int8.")] = False,
+    speculate: Annotated[str | None, typer.Option(help="Guess ahead: lookup or draft.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The run that guesses, with --speculate draft.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say how fast each answer was.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Talk to a model: a chat model answers, a base model continues the text.
+
+    In a conversation /help lists the commands. A question given with -p or on stdin is answered alone.
+    """
+    from nanorun.infer.request import Sampling
+
+    if tools not in ("calculator", "python", "none"):
+        raise UserError(f"There is no tool '{tools}': choose calculator, python or none.")
+    sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
+    speculation = _speculation(speculate or ("draft" if draft else None), "a trained one", draft)
+
+    from nanorun.chat.conversation import Options  # only now: this takes a second
+    from nanorun.chat.terminal import chat
+
+    options = Options(model, sampling, max_tokens, system, cast(Any, tools), int8, speculation, draft)
+    chat(options, prompt, as_json=as_json, verbose=verbose)
+
+
+@eval_app.command("chat", epilog=_example("nanorun eval chat --tasks gsm8k,arc-easy --max-per-task 200"))
+def eval_chat(
+    model: Annotated[
+        str | None, typer.Option(help="A run's name (default: the newest chat model, or the newest).")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Names or file.py:Class, with commas (default: those of ChatCORE that are here)."),
+    ] = None,
+    max_per_task: Annotated[int | None, typer.Option(min=1, help="Questions at most (default: all).")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies to each question, for pass@k.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=100, help="Default: 0, the likeliest; 1 with --samples.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply at most.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Questions at a time.")] = 64,
+    split: Annotated[str, typer.Option(help="Which questions.")] = "test",
+    seed: Annotated[int, typer.Option(min=0, help="Of the samples.")] = 0,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the answers here; what needs a sandbox may be judged later.")
+    ] = None,
+    judge: Annotated[Path | None, typer.Option(help="Only judge the answers that --keep wrote.")] = None,
+    files: TaskFiles = None,
+    as_json: Json = False,
+) -> None:
+    """ChatCORE: how often a chat model answers rightly, task by task, with 95% intervals."""
+    from nanorun import tables
+    from nanorun.evals import chat
+    from nanorun.evals.replies import Manner
+
+    named = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
+    if judge is not None:
+        if model or keep:
+            raise UserError("--judge takes the model and its answers from the file: leave the others out.")
+        result = chat.judge_file(judge, named, files)
+    else:
+        if temperature is None:
+            temperature = 1.0 if samples > 1 else 0.0
+        if samples > 1 and temperature == 0:
+            raise UserError("--samples with --temperature 0 would say the same every time: raise one.")
+        manner = Manner(max_tokens, temperature, samples, seed, batch)
+        result = chat.evaluate_chat(chat.Options(model, named, split, max_per_task, manner, keep, files))
+    _show(result, as_json, tables.chat_table(result))
 
 
 @bench_app.command("train", epilog=_example("nanorun bench train --depth 12 --json"))

@@ -19,6 +19,9 @@ from nanorun.errors import UserError
 VOCAB_MULTIPLE = 64
 REFERENCE_BATCH = 2**19  # tokens; the rates below were found at this batch ...
 REFERENCE_DEPTH = 12  # ... for a model of this depth
+NORM_EPSILON = (
+    2.0**-23
+)  # fp32's; named everywhere, since torch's default depends on dtype, device and version
 MOST_DECAY = 1.0  # the rule for it was found on real models and leaves all bounds for tiny ones
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
 
@@ -250,7 +253,12 @@ def scale(
     if batch_tokens is None:
         batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * growth**0.383))
         batch_tokens = max(batch_tokens, context)
-    batch_tokens = max(batch_tokens // context, 1) * context
+    if batch_tokens < context:
+        raise UserError(
+            f"A step of {batch_tokens:,} tokens is less than one row of {context:,}: use a larger --batch-tokens "
+            "or a smaller --context."
+        )
+    batch_tokens = batch_tokens // context * context
     steps = horizon.steps or max(round(wanted / batch_tokens), 1)
     growth = steps * batch_tokens / (ratio * reference.scaling_parameters)
 

@@ -8,11 +8,13 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from types import TracebackType
 from typing import Any, Literal, Self
 
-Unit = Literal["B", "tok", "doc", "file", "step"]
+Unit = Literal["B", "tok", "doc", "file", "step", "question"]
 _PLAIN_EVERY = 10.0
+_RECENT, _MOST_MARKS = 60.0, 64  # the rate is that of the last minute
 
 
 def say(text: str = "") -> None:
@@ -49,9 +51,11 @@ class Progress:
 
     def __init__(self, task: str, total: float | None = None, unit: Unit = "B", done: float = 0.0) -> None:
         self.task, self.total, self.unit = task, total, unit
-        self.done = self._before = done  # what an earlier session did counts as done, not as speed
+        self.done = done  # what an earlier session did counts as done, not as speed
         self._lock = threading.Lock()
-        self._start = self._last_line = time.monotonic()
+        self._note = ""  # stays until there is another
+        self._last_line = time.monotonic()
+        self._marks = deque([(self._last_line, done)], maxlen=_MOST_MARKS)
         self._bar: Any = None  # rich's live bar, when a person watches
         self._bar_task: Any = None
 
@@ -74,7 +78,9 @@ class Progress:
     def advance(self, n: float, note: str = "") -> None:
         with self._lock:
             self.done += n
+            self._note = note = note or self._note
             now = time.monotonic()
+            self._mark(now)
             if self._bar is not None:
                 self._bar.update(self._bar_task, completed=self.done, figures=self._figures(now, note))
             elif now - self._last_line >= _PLAIN_EVERY:
@@ -97,13 +103,24 @@ class Progress:
 
     def _figures(self, now: float, note: str) -> str:
         show = size if self.unit == "B" else count
-        rate = (self.done - self._before) / max(now - self._start, 1e-9)
+        rate = self._rate(now)
         of = f" of {show(self.total)}" if self.total else ""
         unit = "" if self.unit == "B" else f" {self.unit}"
         return f"{show(self.done)}{of}{unit}, {show(rate)}{unit}/s{f', {note}' if note else ''}"
 
     def _left(self, now: float) -> str:
-        here = self.done - self._before
-        if not self.total or not here:
+        rate = self._rate(now)
+        if not self.total or not rate:
             return ""
-        return f", {seconds((now - self._start) * max(self.total - self.done, 0) / here)} left"
+        return f", {seconds(max(self.total - self.done, 0) / rate)} left"
+
+    def _rate(self, now: float) -> float:
+        """Of late: a slow start, as when kernels are compiled, is soon forgotten."""
+        then, done = self._marks[0]
+        return (self.done - done) / max(now - then, 1e-9)
+
+    def _mark(self, now: float) -> None:
+        if len(self._marks) == 1 or now - self._marks[-1][0] >= _RECENT / _MOST_MARKS:
+            self._marks.append((now, self.done))
+        while len(self._marks) > 2 and now - self._marks[1][0] > _RECENT:
+            self._marks.popleft()

@@ -40,6 +40,9 @@ from nanorun.hardware import PRICES_AS_OF, Gpu, find_gpu, named_gpu, this_gpu
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 
+# Tokens in a micro-batch: 32,768 fill an H200 at d12 (65,536 were no faster, with 27 GiB instead of 16); a few
+# thousand stay in a CPU's caches.
+_MICRO_TOKENS = {"cuda": 32_768, "mps": 32_768, "cpu": 4_096}
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
 _USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
@@ -118,9 +121,7 @@ def make_plan(
     recompute = model.recompute or (kept < (device_batch or 1) and recomputed > kept)
     largest = recomputed if recompute else kept
     share = -(-rows // gpus)
-    chosen = min(device_batch or max(largest, 1), share)
-    if device_batch is None:
-        chosen = 2 ** (chosen.bit_length() - 1)
+    chosen = largest_divisor(share, device_batch or min(comfortable_rows(model, gpu), max(largest, 1)))
     mfu, mfu_from = _assumed_mfu(model, gpu, gpus, results)
     return Plan(
         config,
@@ -136,6 +137,16 @@ def make_plan(
         mfu=mfu * (_RECOMPUTE_SPEED if recompute else 1),
         mfu_from=mfu_from,
     )
+
+
+def comfortable_rows(model: ModelConfig, gpu: Gpu) -> int:
+    """The micro-batch that keeps a device busy: more would take memory and give nothing."""
+    return max(_MICRO_TOKENS[gpu.device] // model.context, 1)
+
+
+def largest_divisor(total: int, at_most: int) -> int:
+    """So that a step is whole micro-batches."""
+    return next(n for n in range(min(at_most, total), 0, -1) if total % n == 0)
 
 
 def memory_gb(

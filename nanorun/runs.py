@@ -40,6 +40,7 @@ CONFIG, METRICS, SUMMARY, CHECKPOINTS, LOCK = (
     "lock",
 )
 SYNC_EVERY = 5.0  # seconds of metrics that a power cut may take; a killed process loses nothing
+CHAT_KINDS = ("sft", "rl")  # runs whose models were taught to answer
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -204,6 +205,13 @@ def newest_run(kind: str | None = None, *, with_checkpoint: bool = False) -> str
     return None
 
 
+def newest_speaker() -> str | None:
+    """The run to talk to: the newest whose model answers, or without one the newest whose model can be loaded."""
+    loadable = [run for run in list_runs() if run.checkpoint is not None]
+    answering = [run for run in loadable if run.kind in CHAT_KINDS]
+    return next((run.name for run in (*answering, *loadable)), None)
+
+
 def read_config(name: str) -> dict[str, Any]:
     path = home.runs_dir() / name / CONFIG
     try:
@@ -325,13 +333,24 @@ def _clear_up(folder: Path) -> None:
 
 
 def _check_same(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    changes = [f"{path} was {was} and is now {now}" for path, was, now in _differences(old, new)]
+    changes = [f"{path} was {was} and is now {now}" for path, was, now in _differences(_completed(old), new)]
     if changes:
         more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise UserError(
             f"The run '{name}' was begun with other settings ({'; '.join(changes[:3])}{more}): give those "
-            "again to go on with it, --fresh to throw it away and begin anew, or another --name."
+            f"again to go on with it (--config {home.runs_dir() / name / CONFIG} gives them all), --fresh to throw it "
+            "away and begin anew, or another --name."
         )
+
+
+def _completed(old: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of an earlier nanorun, with what it did not know yet at its default."""
+    from nanorun.config import Config
+
+    try:
+        return {**old, **json.loads(json.dumps(Config.from_dict(old).to_dict()))}
+    except (UserError, TypeError, KeyError, ValueError, AttributeError):
+        return old
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str, str]]:

@@ -143,6 +143,7 @@ def show(result: dict[str, Any]) -> str:
         f"{seconds(base['seconds'])}.",
         f"The world is in {result['data']['folder']}, the tokenizer in {result['tokenizer']['folder']}, the model in",
         f"{base['folder']} (loss.png there shows how it learned).",
+        'See how it goes on with what you write: nanorun chat, or nanorun chat -p "The lantern".',
         "Next, with your own text: nanorun data add FILES; nanorun tok train; nanorun plan --depth 4 (how long it",
         "would take here); nanorun train base --depth 4.",
     ]

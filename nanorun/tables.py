@@ -196,3 +196,73 @@ def bench_train(result: dict[str, Any]) -> str:
     if result["peak_gib"]:
         rows.append(["peak memory", f"{result['peak_gib']:.1f} GiB"])
     return table(["bench", "train"], rows)
+
+
+def chat_table(result: dict[str, Any]) -> str:
+    """ChatCORE by task, with 95% intervals; pass@k where there were several samples."""
+    ks = list(next((row["pass"] for row in result["tasks"] if row["pass"]), {}))
+    rows = [
+        [
+            row["task"],
+            f"{row['n']:,}",
+            _share(row["accuracy"]),
+            f"{_share(row['low'])} to {_share(row['high'])}" if row["accuracy"] is not None else "–",
+            _share(row["baseline"]),
+            f"{row['centred']:.4f}" if row["centred"] is not None else "–",
+            _share(row["cut"]),
+            *(_share((row["pass"] or {}).get(k)) for k in ks[1:]),
+        ]
+        for row in result["tasks"]
+    ]
+    columns = [
+        "task",
+        "n",
+        "accuracy",
+        "95%",
+        "guessing",
+        "centred",
+        "cut off",
+        *(f"pass@{k}" for k in ks[1:]),
+    ]
+    shown = table(columns, rows)
+    if result["chatcore"] is None:
+        last = f"no ChatCORE yet: nanorun eval chat --judge {result['replies']}, where there is a sandbox"
+    else:
+        error = result["chatcore_high"] - result["chatcore"]
+        last = f"ChatCORE {result['chatcore']:.4f} ± {error:.4f} ({result['model']}, step {result['step']})"
+    return f"{shown}\n\n{last}\nthe answers are in {result['replies']}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def rl_summary(summary: dict[str, Any]) -> str:
+    passes = [key.removeprefix("val_") for key in summary if key.startswith("val_pass@")]
+    before = summary["val_reward_before"]
+    was = f" (before: {before:.3f})" if before is not None else ""
+    held_out = ", ".join(f"{key} {summary[f'val_{key}']:.3f}" for key in passes)
+    rows = [
+        ["learned", ", ".join(summary["tasks"])],
+        ["from", f"{summary['parent']}, step {summary['parent_step']}"],
+        ["trained on", f"{summary['tokens']:,} sampled tokens in {summary['steps']:,} steps"],
+        ["took", seconds(summary["seconds"])],
+        [
+            "speed",
+            f"{summary['rollout_tokens_per_s']:,.0f} tokens/s sampled, "
+            f"{summary['train_tokens_per_s']:,.0f} trained",
+        ],
+        ["reward", f"{summary['first_reward']:.3f} at first, {summary['last_reward']:.3f} at the end"],
+        ["held out", f"reward {summary['val_reward']:.3f}{was}, {held_out}"],
+    ]
+    if summary["skipped_steps"]:
+        rows.append(["skipped", f"{summary['skipped_steps']} steps"])
+    samples = [_example_reply(sample) for sample in summary["samples"][:5]]
+    return "\n".join([table(["run", summary["name"]], rows), "", *samples])
+
+
+def _example_reply(sample: dict[str, Any]) -> str:
+    marks = {"text": "{}", "python": "«{}»", "output": "→ {} "}
+    reply = "".join(marks[part["type"]].format(part["text"]) for part in sample["reply"])
+    asked = " ".join(sample["question"].split())
+    return f"  {asked:.100} │ {' '.join(reply.split()):.200}  ({sample['reward']:g})"

@@ -157,7 +157,7 @@ VERBS = [
     "data tokenize",
     "tok train",
 ]
-VERBS += ["tok eval", "train base", "eval bpb", "bench train", "bench infer"]
+VERBS += ["tok eval", "train base", "eval bpb", "bench train", "bench infer", "chat"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -37,6 +37,7 @@ from nanorun.infer.speculate import Draft, Drafter, Lookup
 from nanorun.infer.step import Flight, Landed, Row, Stepper
 from nanorun.infer.weights import Weights
 from nanorun.model.gpt import GPT
+from nanorun.model.kernels import kernels_run_on
 
 MOST_GUESSES = 16
 
@@ -107,7 +108,7 @@ class Scheduler:
         cuda = device.type == "cuda"
         compiling = settings.compile or ("draw" if cuda else "nothing")
         self._pick: Pick = draw if compiling == "nothing" else torch.compile(draw)
-        self._decoder = decoder or (compiled_plain if compiling == "decode" else plain)
+        self._decoder = decoder or _fastest(device, compiling, settings.speculate is not None)
         self.cache = Cache(model.config, settings.slots, device, self.weights.dtype)
         self.context = model.config.context
         self.readers = [(self.weights, self.cache)]  # and the draft model, which reads every prompt, too
@@ -156,6 +157,7 @@ class Scheduler:
     def swap(self, model: GPT) -> None:
         """The model's weights of now; what the cache holds is of the old ones."""
         self.weights.load(model)
+        self.stepper.renew(self._decoder(self.weights, self.cache))
         self._slots.forget()
 
     @property
@@ -311,6 +313,15 @@ class Scheduler:
         self.readers.append((weights, cache))
         self.context = min(self.context, its.context)
         return Draft(self._decoder(weights, cache), cache, settings.guesses, self.context, self._pick)
+
+
+def _fastest(device: torch.device, compiling: str, speculates: bool) -> Decoder:
+    """Our kernels on a GPU, but for drafts: those are several rows of one text."""
+    if kernels_run_on(device) and not speculates and compiling != "decode":
+        from nanorun.infer.kernels.decoder import by_kernels
+
+        return by_kernels
+    return compiled_plain if compiling == "decode" else plain
 
 
 def _logprobs(landed: Landed, row: int, sample: Progress) -> list[Logprobs] | None:

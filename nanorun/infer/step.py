@@ -114,6 +114,12 @@ class Stepper:
         event.record()
         return Flight(len(slots), outputs, event)
 
+    def renew(self, decode: Decode) -> None:
+        """Another way to decode, as for other weights: what was captured is captured anew."""
+        self.decode = decode
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def warm(self, batches: Sequence[int], plans: Sequence[Plan]) -> None:
         for batch in batches:
             for plan in plans:

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from nanorun.config import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
+from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, window_blocks
 from nanorun.model.kernels import kernels_run_on, rope_norm
 from nanorun.model.loss import can_fuse, chunked_loss, fused_loss, plain_loss
 
 
 def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPSILON)
 
 
 class Linear(nn.Linear):

@@ -1,7 +1,8 @@
 """Pictures of runs, from their metrics.
 
 One figure of four panels: training loss, validation bits per byte, speed, and the gradient's norm (or the
-learning rate where no norm was recorded). Each measurement is drawn lightly and its moving median over it;
+learning rate where no norm was recorded). For reinforcement learning: reward, held-out pass@k, the length of
+replies, and how much chance is left in them. Each measurement is drawn lightly and its moving median over it;
 the last value stands at the end of its line, in its colour. A loss that is NaN, infinite or missing leaves a
 gap. A run that went back to a checkpoint is drawn once: the last record of a step is the one that counts.
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Dash = Literal["-", "--", ":"]
 Records = Sequence[Mapping[str, Any]]
+Runs = Sequence[tuple[str, Records]]
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8528f", "#b07d00", "#3a9fd6", "#444444")  # told apart by all
 _DASHES: tuple[Dash, ...] = ("-", "--", ":")  # once the colours are used up
@@ -67,8 +69,17 @@ class _Line:
         return np.flatnonzero(np.isfinite(self.y))
 
 
-def plot_loss(runs: Sequence[tuple[str, Records]], path: Path) -> Path:
+def plot_loss(runs: Runs, path: Path) -> Path:
     """Draws one run, or several to compare, into a .png or .svg file."""
+    return _plot(runs, path, _draw)
+
+
+def plot_reward(runs: Runs, path: Path) -> Path:
+    """The same for runs of reinforcement learning."""
+    return _plot(runs, path, _draw_reward)
+
+
+def _plot(runs: Runs, path: Path, draw: Callable[["Figure", Runs], None]) -> Path:
     path = Path(path)
     if path.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"A plot is a .png or a .svg file, and '{path.name}' is neither: choose one of them.")
@@ -82,12 +93,12 @@ def plot_loss(runs: Sequence[tuple[str, Records]], path: Path) -> Path:
     with rc_context(_STYLE):
         figure = Figure(figsize=(10, 7.2), facecolor="white", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
-        _draw(figure, runs)
+        draw(figure, runs)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     return path
 
 
-def _draw(figure: "Figure", runs: Sequence[tuple[str, Records]]) -> None:
+def _draw(figure: "Figure", runs: Runs) -> None:
     (loss, bpb), (speed, last) = panels = figure.subplots(2, 2)
     steps = [_by_step(records, "step") for _, records in runs]
     evals = [_by_step(records, "eval") for _, records in runs]
@@ -125,6 +136,51 @@ def _draw(figure: "Figure", runs: Sequence[tuple[str, Records]]) -> None:
     for axes, values in zip(panels.flat, ends, strict=True):
         if len(values) <= _MOST_LABELS:
             _label_ends(axes, values, count if axes is speed else _digits)
+
+
+def _draw_reward(figure: "Figure", runs: Runs) -> None:
+    (reward, passes), (length, entropy) = panels = figure.subplots(2, 2)
+    steps = [_by_step(records, "step") for _, records in runs]
+    evals = [_by_step(records, "eval") for _, records in runs]
+
+    def lines(records: list[list[Mapping[str, Any]]], key: str, dash: Dash | None = None) -> list[_Line]:
+        return [
+            _Line(
+                np.array([_number(record.get("step")) for record in mine]),
+                np.array([_number(record.get(key)) for record in mine], dtype=float),
+                _COLORS[i % len(_COLORS)],
+                dash or _DASHES[i // len(_COLORS) % len(_DASHES)],
+            )
+            for i, mine in enumerate(records)
+        ]
+
+    rewards, held_out = lines(steps, "reward"), lines(evals, "val_reward", "--")
+    most = max((_passes(record) for run in evals for record in run), default=1)
+    ends = [
+        _panel(reward, "mean reward (dashed: held out)", rewards, smooth=True),
+        _panel(passes, f"held out: pass@1 (dashed: pass@{most})", lines(evals, "val_pass@1")),
+        _panel(length, "tokens in a reply", lines(steps, "length"), smooth=True),
+        _panel(entropy, "entropy, nats a token", lines(steps, "entropy"), smooth=True),
+    ]
+    for axes, more in ((reward, held_out), (passes, lines(evals, f"val_pass@{most}", "--"))):
+        for line in more:
+            axes.plot(
+                line.x, line.y, color=line.color, linestyle="--", linewidth=1.5, marker="o", markersize=4
+            )
+        axes.set_ylim(-0.02, 1.02)
+    for axes in (length, entropy):
+        axes.set_ylim(bottom=0)
+    _share_x(list(panels.flat), "steps")
+    _name_runs(figure, [name for name, _ in runs], rewards)
+    figure.draw_without_rendering()
+    for axes, values in zip(panels.flat, ends, strict=True):
+        if len(values) <= _MOST_LABELS:
+            _label_ends(axes, values, _digits)
+
+
+def _passes(record: Mapping[str, Any]) -> int:
+    """The largest k of a record's pass@k."""
+    return max([int(key[9:]) for key in record if key.startswith("val_pass@")], default=1)
 
 
 def _panel(

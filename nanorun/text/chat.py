@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanorun.errors import UserError
+from nanorun.text.stream import StreamDecoder
 from nanorun.text.tokenizer import Tokenizer
 
 Part = dict[str, str]  # {"type": "text" | "python" | "output", "text": ...}
@@ -27,6 +28,8 @@ _TOOL_PARTS = {  # what opens and closes the part, and whether the model learns 
     "python": ("<|python_start|>", "<|python_end|>", 1),
     "output": ("<|output_start|>", "<|output_end|>", 0),
 }
+_OPENS = {start: kind for kind, (start, _, _) in _TOOL_PARTS.items()}
+_CLOSES = {end: kind for kind, (_, end, _) in _TOOL_PARTS.items()}
 
 
 class ConversationCut(UserWarning):
@@ -111,36 +114,63 @@ def render_prompt(
     return [*ids, tokenizer.special["<|assistant_start|>"]]
 
 
+class ReplyStream:
+    """Generated tokens as pieces of an assistant message while they come: (kind of part, text).
+
+    A piece of no text begins a part of its kind, so joined pieces are what `parse_reply` makes of all
+    tokens. A character is held back until its last byte has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._names = {token_id: name for name, token_id in tokenizer.special.items()}
+        self._decoder, self._kind, self._begun = StreamDecoder(tokenizer), "text", False
+        self.ended = False  # another message has begun: nothing more is read
+
+    def push(self, token_id: int) -> list[tuple[str, str]]:
+        name, first = self._names.get(token_id), not self._begun
+        self._begun = True
+        if self.ended:
+            return []
+        if name is None:
+            text = self._decoder.push(token_id)
+            return [(self._kind, text)] if text else []
+        if name in _OPENS:
+            return [*self._turn_to(_OPENS[name]), (self._kind, "")]
+        if name in _CLOSES:
+            return self._turn_to("text") if self._kind == _CLOSES[name] else []
+        if first and name == "<|assistant_start|>":
+            return []
+        self.ended = True
+        return self.flush()
+
+    def flush(self) -> list[tuple[str, str]]:
+        """What is left at the end: U+FFFD for an unfinished character."""
+        return self._turn_to(self._kind)
+
+    def _turn_to(self, kind: str) -> list[tuple[str, str]]:
+        before, self._kind = self._kind, kind
+        rest = self._decoder.flush()
+        return [(before, rest)] if rest else []
+
+
 def parse_reply(ids: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
     """Generated tokens as the parts of an assistant message: what `render` made them from.
 
     Takes what a model may produce: a reply that stops early, a part that is never closed, an end without
     a start. Whatever begins another message ends the reply. Neighbouring texts become one part.
     """
-    names = {token_id: name for name, token_id in tokenizer.special.items()}
-    opens = {start: kind for kind, (start, _, _) in _TOOL_PARTS.items()}
-    closes = {end: kind for kind, (_, end, _) in _TOOL_PARTS.items()}
+    stream = ReplyStream(tokenizer)
+    return join_pieces([*(piece for i in ids for piece in stream.push(i)), *stream.flush()])
+
+
+def join_pieces(pieces: Iterable[tuple[str, str]]) -> list[Part]:
+    """The parts that a stream's pieces make."""
     parts: list[Part] = []
-    kind, held = "text", list[int]()
-
-    def close(next_kind: str) -> None:
-        nonlocal kind, held
-        if held or kind != "text":
-            parts.append({"type": kind, "text": tokenizer.decode(held)})
-        kind, held = next_kind, []
-
-    for i, token_id in enumerate(ids):
-        name = names.get(token_id)
-        if name is None:
-            held.append(token_id)
-        elif name in opens:
-            close(opens[name])
-        elif name in closes:
-            if kind == closes[name]:
-                close("text")
-        elif not (i == 0 and name == "<|assistant_start|>"):
-            break
-    close("text")
+    for kind, text in pieces:
+        if text and parts and parts[-1]["type"] == kind:
+            parts[-1]["text"] += text
+        else:
+            parts.append({"type": kind, "text": text})
     return parts
 
 

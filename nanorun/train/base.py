@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanorun import hardware, plan
 from nanorun.config import Backend, Config, Horizon, scale
-from nanorun.console import say
+from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.data.loader import Batch, Loader
 from nanorun.data.packing import Packing
@@ -33,9 +33,6 @@ from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import checkpoint, loop
 from nanorun.train.guard import LossScale
 from nanorun.train.track import Tracker, require
-
-GPU_MICRO_TOKENS = 32_768  # fills an H200 at d12 (560k tokens/s in 16 GiB; 65,536: 554k in 27)
-CPU_MICRO_TOKENS = 4_096  # about what stays in a CPU's caches
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
@@ -128,6 +125,10 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
             return summary
         planned = plan.plan_record(plan.make_plan(config, device_batch=options.device_batch))
         write_json(run.folder / "plan.json", planned)
+        say(
+            f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {planned['gpu']}: about "
+            f"{seconds(60 * planned['minutes'])} by the plan"
+        )
         training, finished = train_within_memory(config, run, options, found)
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
@@ -223,7 +224,7 @@ def assemble(
     recorded = found.state.get("rows") if found is not None else None
     rows = options.device_batch or recorded or fitting_rows(config, machine)
     per_step = config.train.batch_tokens // config.model.context
-    rows = largest_divisor(per_step, rows)
+    rows = plan.largest_divisor(per_step, rows)
     material = material or text_material(config, tokenizer)
     loader = Loader(
         material.train,
@@ -283,11 +284,11 @@ def make_deterministic() -> None:
 
 def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
     """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
-    context = config.model.context
+    found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
+    found = found or hardware.this_gpu()
+    wanted = plan.comfortable_rows(config.model, found)
     if machine.device == "cpu":
-        return max(CPU_MICRO_TOKENS // context, 1)
-    wanted = max(GPU_MICRO_TOKENS // context, 1)
-    found = hardware.find_gpu(machine.name) or hardware.this_gpu()
+        return wanted
     fits = plan.largest_batch(config.model, found, 1, config.model.recompute)
     if fits < 1:
         raise UserError(
@@ -295,11 +296,6 @@ def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
             "a smaller --depth or --context, or --recompute."
         )
     return min(wanted, fits)
-
-
-def largest_divisor(total: int, at_most: int) -> int:
-    """So that a step is whole micro-batches."""
-    return next(n for n in range(min(at_most, total), 0, -1) if total % n == 0)
 
 
 def evaluator(
@@ -392,7 +388,7 @@ def sample(
     model: GPT, dataset: Dataset, tokenizer: Tokenizer, many: int, length: int = 64
 ) -> list[dict[str, str]]:
     """How the model goes on from the first words of validation documents."""
-    prompts = [_opening(text) for text in islice(_texts(dataset), many)]
+    prompts = [_opening(text) for text in islice(_texts(dataset, tokenizer), many)]
     if not prompts:
         prompts = ["The"] * min(many, 1)
     ids = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in prompts]
@@ -401,9 +397,17 @@ def sample(
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, said, strict=True)]
 
 
-def _texts(dataset: Dataset) -> Iterator[str]:
-    return read_texts(dataset.files("val")) if dataset.kind == "parquet" else iter(())
+def _texts(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
+    """Validation documents, or the beginnings of them."""
+    if dataset.kind == "parquet":
+        yield from read_texts(dataset.files("val"))
+        return
+    source = open_source(dataset, "val", tokenizer)
+    for unit in range(source.units):
+        block = source.load([unit])
+        for start, length in zip(block.pieces.starts, block.pieces.lengths, strict=True):
+            yield tokenizer.decode(block.tokens[start : start + min(length, 64)].tolist())
 
 
 def _opening(text: str) -> str:
-    return " ".join(text.split()[:3])
+    return " ".join(text.split()[:3]) or "The"

@@ -274,7 +274,7 @@ def _check_room(folder: Path, name: str, needed: int) -> None:
     if free < needed:
         raise UserError(
             f"The checkpoint {name} needs {console.size(needed)} and {folder} has {console.size(free)} free: "
-            "free some space there or keep fewer checkpoints; nothing was written, and earlier checkpoints "
+            "free some space there; nothing was written, and earlier checkpoints "
             "are untouched."
         )
 

@@ -68,7 +68,7 @@ class StopSignals:
         if self.requested is None:
             self.requested = signal.Signals(number).name
             again = " (Ctrl-C again stops at once, without saving)" if number == signal.SIGINT else ""
-            line = f"{self.requested}: stopping after this step, with a checkpoint{again}.\n"
+            line = f"{self.requested}: stopping, with a checkpoint{again}.\n"
             # Not `say`: the signal may have come in the middle of a print, and a stream is not reentrant.
             with suppress(OSError):
                 os.write(2, line.encode())

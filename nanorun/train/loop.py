@@ -71,10 +71,16 @@ class Training:
     scale: LossScale = field(default_factory=lambda: LossScale(False))
     watch: SpeedWatch = field(default_factory=SpeedWatch)
     unit: Literal["tok", "step"] = "tok"  # of the progress bar
+    position: dict[str, Any] = field(default_factory=dict)  # of the loader, behind the last whole step
+    stop: Callable[[], object] = lambda: False  # asked between micro-batches
+    pulse: Callable[[int], object] = lambda tokens: None  # told of each micro-batch
     step: int = 0  # updates done
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
     tracker: Tracker | None = None
+
+    def __post_init__(self) -> None:
+        self.position = self.position or self.loader.state()
 
     def log(self, record: dict[str, Any]) -> None:
         self.run.log(record)
@@ -107,6 +113,10 @@ class OutOfData(Exception):
     """Every epoch that was asked for is done."""
 
 
+class Abandoned(Exception):
+    """The step was left in the middle, on request. Nothing of it counts: it will be done again, from its start."""
+
+
 def train_step(t: Training) -> Step:
     """The whole of training, on one screen. Where epochs are counted, the last step may be a short one."""
     start = time.perf_counter()
@@ -119,12 +129,16 @@ def train_step(t: Training) -> Step:
 
     total = torch.zeros((), device=t.device)
     for batch in batches:
+        if t.stop():
+            raise Abandoned
         loss = t.forward(*to_device(batch, t.device, t.config.model.document_mask)) / trained
         (loss * t.scale.scale).backward()
         total += loss.detach()
+        t.pulse(batch.inputs.numel())
     loss_now, norm_now, verdict = update(t, total, rates)
     t.step += 1
     t.tokens += trained
+    t.position = t.loader.state()
     seconds = time.perf_counter() - start
     t.seconds += seconds
     read = sum(batch.inputs.numel() for batch in batches)
@@ -141,6 +155,8 @@ def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdi
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
     overflow = t.scale.overflowed(loss_now, norm_now)
     verdict: Verdict = "skip" if overflow else t.guard.judge(loss_now, norm_now)
+    if overflow:
+        t.guard.reason = f"gradients overflowed fp16; the loss is scaled by {t.scale.scale:g} from now on"
     if verdict != "ok":
         t.optimizer.take_back()
     return loss_now, norm_now, verdict
@@ -155,17 +171,22 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
     with StopSignals() as stop, Progress(f"training {t.run.name}", total, t.unit, done=done) as bar:
         if t.step and evaluation_due(t) and not evaluated(t):
             log_evaluation(t)  # the last session was killed between saving and evaluating
+        t.stop = lambda: stop.requested
+        pulses = t.device.type != "cuda" and t.unit == "tok"  # on CUDA the host runs ahead of what is done
+        t.pulse = bar.advance if pulses else t.pulse
         while t.step < train.steps and not stop.requested:
             try:
                 step = take_step(t)
+            except Abandoned:
+                break
             except OutOfData:  # going back to a checkpoint gave steps back, and data is never used twice
                 save(t)
                 if not evaluated(t):
                     log_evaluation(t)
                 return True
             t.log(step_record(t, step))
-            note = step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}"
-            bar.advance(1 if t.unit == "step" else step.passed, note)
+            advanced = 1 if t.unit == "step" else 0 if pulses else step.passed
+            bar.advance(advanced, step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
             if warning := t.watch.feed(step.passed, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
@@ -239,7 +260,7 @@ def save(t: Training) -> None:
         "tokens": t.tokens,
         "seconds": t.seconds,
         "rows": t.loader.rows,
-        "loader": t.loader.state(),
+        "loader": t.position,
         "guard": t.guard.state_dict(),
         "scale": t.scale.state_dict(),
     }
@@ -261,6 +282,7 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     load_weights(t, found)
     checkpoint.restore_rng({n[4:]: s for n, s in found.optimizer.items() if n.startswith("rng.")})
     t.tokens, t.seconds = found.state["tokens"], found.state["seconds"]
+    t.position = found.state["loader"]
     t.guard.load_state_dict(found.state["guard"])
     t.scale.load_state_dict(found.state["scale"])
 

@@ -40,6 +40,7 @@ def test_attention_backends_agree_with_the_definition_in_float64(backend, window
     shapes = [(2, length, 4, dim), (2, length, kv_heads, dim), (2, length, kv_heads, dim)]
     q, k, v = leaves(*shapes, dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    torch._dynamo.reset()  # it allows a piece of code eight graphs
     call = torch.compile(attend, dynamic=False, fullgraph=True) if backend in ("flex", "flash") else attend
     outs = [call(q, k, v, window, backend), attend(*exact, window, "plain")]
     weight = torch.linspace(-1, 1, outs[0].numel(), device="cuda").view_as(outs[0])
@@ -68,8 +69,7 @@ def test_the_rope_kernel_agrees_with_float64_forward_and_backward(shape, own_ang
     fast = torch.compile(rope_norm.rope_norm, dynamic=False, fullgraph=True)(
         low, cos, sin, heads, kv_heads, 1.2
     )
-    # the norm's epsilon is that of the dtype: 2^-7 in bf16
-    truth = rope_norm.reference(exact, cos.double(), sin.double(), heads, kv_heads, 1.2, eps=2**-7)
+    truth = rope_norm.reference(exact, cos.double(), sin.double(), heads, kv_heads, 1.2)
     for one, other in zip(fast, truth, strict=True):
         assert relative_error(one, other) < 5e-3
     weights = [torch.randn_like(out) for out in truth]

@@ -29,7 +29,7 @@ from nanorun.config import scale_model
 from nanorun.infer.kernels.head import best_of_blocks, head_logits_and_best, pick
 from nanorun.infer.kernels.linear import Matrix
 from nanorun.infer.kernels.step import decode_step, tune
-from nanorun.infer.kernels.weights import DecodeWeights, RingCache, Stack
+from nanorun.infer.kernels.weights import DecodeWeights, RingCache
 
 META = torch.device("meta")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -92,19 +92,18 @@ def weights_without_data(depth: int, vocab: int, kv_heads: int | None, int8: boo
     config = replace(config, kv_heads=kv_heads or config.kv_heads)
     width, hidden, kv_dim = config.dim, config.mlp_ratio * config.dim, config.kv_heads * config.head_dim
 
-    def stack(rows: int, inputs: int) -> Stack:
-        shape = (depth, rows, inputs)
-        weight = torch.empty(shape, device=META, dtype=torch.int8 if int8 else torch.bfloat16)
-        return Stack(weight, torch.empty(shape[:2], device=META) if int8 else None)
+    def stack(rows: int, inputs: int) -> tuple[Matrix, ...]:
+        weight = torch.empty(rows, inputs, device=META, dtype=torch.int8 if int8 else torch.bfloat16)
+        return (Matrix(weight, torch.empty(rows, device=META) if int8 else None),) * depth
 
     def table(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=META, dtype=torch.bfloat16)
 
     return DecodeWeights(
-        config, torch.bfloat16, table(vocab, width),
+        config, torch.bfloat16, table(vocab, width), table(vocab, 1),
         {i: table(vocab, kv_dim) for i in range(depth) if config.has_value_embedding(i)},
         stack(width + 2 * kv_dim + 16, width), stack(width, width), stack(hidden, width), stack(width, hidden),
-        Matrix(table(vocab, width)), (1.1,) * depth, (0.1,) * depth, table(24), 0.5, 0.2,
+        Matrix(table(vocab, width)), (1.1,) * depth, (0.1,) * depth, 0.2,
         table(config.context, config.head_dim // 2), table(config.context, config.head_dim // 2),
     )  # fmt: skip
 

@@ -213,16 +213,16 @@ def test_attention_refuses_what_it_cannot_do():
 @needs_triton
 @pytest.mark.parametrize("smear", [False, True])
 def test_embedding_sees_the_token_before_it_in_its_own_slot(smear):
-    table, gate = randn(11, 96), randn(24, seed=1)
+    table, gate = randn(11, 96), randn(11, 1, seed=1)
     history = torch.randint(0, 11, (5, 8), device=DEVICE, dtype=torch.int32)
     tokens, slots, positions = (
         torch.tensor(x, device=DEVICE, dtype=torch.int32) for x in ([3, 9, 0], [4, 0, 2], [0, 8, 21])
     )
     expected = history.clone()
     weight = gate if smear else None
-    truth = embed.plain_embed(table.double(), tokens, expected, slots, positions, weight, 0.7, torch.float64)
+    truth = embed.plain_embed(table.double(), weight, tokens, expected, slots, positions, torch.float64)
     start, stream = poison(3, 96), poison(3, 96)
-    embed.embed(table, tokens, history, slots, positions, weight, 0.7, start, stream, 1.3)
+    embed.embed(table, weight, tokens, history, slots, positions, start, stream, 1.3)
     assert relative_error(start, truth) < EXACT
     assert relative_error(stream, 1.3 * truth) < EXACT
     assert torch.equal(history, expected)
@@ -384,7 +384,7 @@ def test_a_step_with_int8_weights_is_the_definition_with_them():
     weights = decode_weights(model, torch.float32, int8=True)
     caches = [RingCache.empty(model.config, 1, torch.float32, DEVICE) for _ in range(2)]
     slots, tokens, positions = (torch.tensor([x], device=DEVICE, dtype=torch.int32) for x in (0, 5, 0))
-    assert weights.qkv.weight.dtype == torch.int8
+    assert weights.qkv[0].weight.dtype == torch.int8
     truth = plain_step(weights, caches[0], slots, tokens, positions)
     assert relative_error(decode_step(weights, caches[1], slots, tokens, positions), truth) < 1e-5
 
@@ -414,3 +414,25 @@ def test_a_step_compiles_for_hopper_without_spilling_registers():
 @needs_triton
 def test_the_interpreter_runs_these_tests_where_there_is_no_gpu():
     assert DEVICE.type == "cuda" or triton.knobs.runtime.interpret
+
+
+@needs_triton
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_engine_generates_by_the_kernels_what_it_generates_without(int8):
+    from nanorun.infer.engine import Engine, Request, Sampling, Settings
+    from nanorun.infer.kernels.decoder import by_kernels
+
+    model = awake_model(**SHAPES["plain"])
+    dice = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=dice).tolist() for n in (3, 17, 9)]
+    asked = [
+        Request(p, Sampling(temperature=t, seed=5), max_tokens=12)
+        for p, t in zip(prompts, (0, 0.8, 0), strict=True)
+    ]
+    said = []
+    for decoder in (None, by_kernels):
+        with Engine(model, settings=Settings(slots=4, int8=int8), decoder=decoder) as engine:
+            said.append([reply.ids for reply in engine.generate(asked)])
+            engine.load(model)
+            assert [reply.ids for reply in engine.generate(asked[:1])] == said[-1][:1]
+    assert said[0] == said[1]

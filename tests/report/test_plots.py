@@ -8,7 +8,7 @@ import pytest
 from nanorun.errors import UserError
 
 matplotlib = pytest.importorskip("matplotlib")
-from nanorun.report.plots import plot_loss, smoothed  # noqa: E402
+from nanorun.report.plots import plot_loss, plot_reward, smoothed  # noqa: E402
 
 BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)
 
@@ -136,3 +136,29 @@ def test_smoothing_keeps_gaps_ignores_spikes_and_does_not_trail():
     smooth = smoothed(y, 5)
     assert np.isnan(smooth[50])
     assert np.nanmax(smooth) <= 10
+
+
+def rewards(steps: int = 120) -> list[dict]:
+    noise = np.random.default_rng(1).normal(size=steps + 1)
+    records: list[dict] = [
+        {"kind": "eval", "step": 0, "val_reward": 0.3, "val_pass@1": 0.3, "val_pass@8": 0.9}
+    ]
+    for step in range(1, steps + 1):
+        share = 0.9 - 0.6 * math.exp(-step / 30)
+        figures = {"reward": share + 0.05 * noise[step], "length": 40.0, "entropy": 1 - share, "kl": None}
+        records.append({"kind": "step", "step": step, **figures})
+        if step % 40 == 0:
+            records.append(
+                {"kind": "eval", "step": step, "val_reward": share, "val_pass@1": share, "val_pass@8": 0.95}
+            )
+    return records
+
+
+def test_the_rewards_of_one_run_or_two_become_a_picture(tmp_path):
+    one = plot_reward([("rl", rewards())], tmp_path / "one.png")
+    assert amount(one, BLUE) > 2000
+    assert amount(one, ORANGE) == 0
+    two = plot_reward([("rl", rewards()), ("grpo", rewards(60))], tmp_path / "two.png")
+    assert amount(two, ORANGE) > 1000
+    empty = plot_reward([("none yet", [])], tmp_path / "empty.svg")
+    assert empty.stat().st_size > 1000

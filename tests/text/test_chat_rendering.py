@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanorun.errors import UserError
-from nanorun.text.chat import ConversationCut, Rendered, parse_reply, render, render_prompt
+from nanorun.text.chat import ConversationCut, Rendered, ReplyStream, parse_reply, render, render_prompt
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 Message = dict[str, Any]
@@ -300,6 +300,27 @@ def test_replies_that_break_the_layout_are_still_read(tokenizer: Tokenizer) -> N
     assert parse("a", "<|assistant_end|>", "b") == [("text", "a")]
     assert parse("a", "<|user_start|>", "b") == [("text", "a")]
     assert parse("a", "<|bos|>", "b") == [("text", "a")]
+
+
+def test_a_reply_comes_in_pieces_of_whole_characters_until_another_message_begins(
+    tokenizer: Tokenizer,
+) -> None:
+    special, stream = tokenizer.special, ReplyStream(tokenizer)
+    start, end = special["<|python_start|>"], special["<|python_end|>"]
+    sign = tokenizer.encode("𒐫")
+    assert len(sign) > 1, "it must take several tokens"
+    ids = [*sign, start, *tokenizer.encode("1"), end, sign[0], special["<|user_start|>"], *sign]
+    pieces = [stream.push(i) for i in ids]
+    assert pieces[: len(sign)] == [*[[]] * (len(sign) - 1), [("text", "𒐫")]]
+    assert pieces[len(sign) :] == [
+        [("python", "")],
+        [("python", "1")],
+        [],
+        [],
+        [("text", "\ufffd")],
+        *[[]] * len(sign),
+    ]
+    assert stream.ended
 
 
 # -- bad conversations -------------------------------------------------------------------------------

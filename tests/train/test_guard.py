@@ -56,7 +56,7 @@ def test_a_signal_asks_for_an_orderly_end_and_says_so_once(which):
     waiter.send_signal(which)
     out, err = waiter.communicate(timeout=20)
     assert out == f"saved after {which.name}\n"
-    assert err.startswith(f"{which.name}: stopping after this step")
+    assert err.startswith(f"{which.name}: stopping, with a checkpoint")
     assert err.count("\n") == 1
     assert waiter.returncode == 0
 

@@ -105,6 +105,55 @@ def test_a_finished_run_is_not_done_again_and_another_config_is_refused(world):
         train_base(tiny(seed=5), Options(name="done"))
 
 
+def test_a_run_of_an_earlier_version_without_a_new_field_goes_on(world):
+    train_base(tiny(3), Options(name="older", fresh=True, samples=1))
+    path = world / "runs" / "older" / "config.json"
+    config = json.loads(path.read_text())
+    del config["model"]["fused_qkv"]
+    path.write_text(json.dumps(config))
+    train_base(tiny(3), Options(name="older", samples=1))
+    with pytest.raises(UserError, match=r"--config \S+config.json gives them all"):
+        train_base(tiny(4), Options(name="older"))
+
+
+def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
+    straight = train_base(tiny(4), Options(name="unasked", fresh=True, device_batch=2, samples=1))
+    t = assembled(tiny(4), "asked", rows=2)
+    seen = 0
+
+    def stop_in_the_third_step() -> bool:
+        nonlocal seen
+        seen += 1
+        return seen == 2 * t.micro_steps + 2
+
+    with t.loader, t.run:
+        t.stop = stop_in_the_third_step
+        loop.train_step(t)
+        loop.train_step(t)
+        with pytest.raises(loop.Abandoned):
+            loop.train_step(t)
+        loop.save(t)
+    summary = train_base(tiny(4), Options(name="asked", device_batch=2, samples=1))
+    assert summary["val_loss"] == straight["val_loss"]
+    one, other = final_weights(world, "unasked"), final_weights(world, "asked")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_samples_begin_as_validation_documents_do_from_token_shards_too(world):
+    from nanorun.data.bins import tokenize_dataset
+    from nanorun.data.dataset import open_dataset
+
+    text, tokenizer = open_dataset("sample"), open_tokenizer("sample")
+    tokenize_dataset(text, tokenizer, name="tokens")
+    config = tiny(2)
+    both = [
+        train_base(replace(config, data=data), Options(name=f"from-{data}", fresh=True, samples=3))["samples"]
+        for data in ("sample", "tokens")
+    ]
+    assert [s["prompt"] for s in both[0]] == [s["prompt"] for s in both[1]]
+    assert len({s["prompt"] for s in both[1]}) > 1
+
+
 def test_how_a_step_is_cut_up_changes_only_rounding(world):
     losses = []
     for rows in (8, 4, 1):
@@ -242,9 +291,9 @@ class Spike:
         return loss * float("nan") if self.calls in self.bad else loss
 
 
-def assembled(config: Config, name: str) -> loop.Training:
+def assembled(config: Config, name: str, rows: int = 8) -> loop.Training:
     run = Run.open(name, config.to_dict(), fresh=True)
-    return base.assemble(config, run, Options(device_batch=8), None)
+    return base.assemble(config, run, Options(device_batch=rows), None)
 
 
 def test_fp16_with_a_scaled_loss_learns_as_fp32_does_and_goes_on_with_its_scale(world):

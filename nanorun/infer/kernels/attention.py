@@ -148,6 +148,7 @@ def _rope_cache_attention(
     out,
     totals,
     qkv_stride,
+    value_stride,
     gain,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -200,7 +201,7 @@ def _rope_cache_attention(
     sin = tl.load(sin_table + position * HALF + angle).to(tl.float32)
     if VALUES:
         token = tl.load(tokens + row).to(tl.int64)
-        embedded = tl.load(value_embedding + (token * KV_HEADS + head) * HEAD_DIM + own).to(tl.float32)
+        embedded = tl.load(value_embedding + token * value_stride + head * HEAD_DIM + own).to(tl.float32)
     wait_for_previous(PDL)
 
     qkv += row * qkv_stride
@@ -363,7 +364,7 @@ def rope_cache_attention(
         raise ValueError(f"{heads.group} queries a kv head are more than the 16 that one program takes")
     _rope_cache_attention[(qkv.size(0) * heads.kv_heads, split.splits)](
         qkv, k_cache, v_cache, slots, positions, tokens, value_embedding, cos, sin, out, totals,
-        qkv.stride(0), heads.gain,
+        qkv.stride(0), 0 if value_embedding is None else value_embedding.stride(0), heads.gain,
         HEADS=heads.heads, KV_HEADS=heads.kv_heads, HEAD_DIM=heads.head_dim, EPS=EPS, WINDOW=window,
         LENGTH=length, VALUES=value_embedding is not None, SPLITS=split.splits, KEYS=split.keys,
         STAGES=split.stages, PRELOAD=split.preload, DOTS=dots, DTYPE=dot_dtype(k_cache.dtype), PDL=pdl,

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanorun.config import NORM_EPSILON
 from nanorun.infer.kernels.language import (
     dot_dtype,
     jit,
@@ -32,7 +33,7 @@ from nanorun.infer.kernels.language import (
     wait_for_previous,
 )
 
-EPS = torch.finfo(torch.float32).eps  # what F.rms_norm takes for fp32 and narrower inputs
+EPS = NORM_EPSILON
 Activation = Literal["none", "relu2", "softcap"]
 
 

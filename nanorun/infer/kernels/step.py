@@ -92,9 +92,7 @@ def plain_step(
 ) -> Tensor:
     """Logits (B, vocabulary) in the cache's dtype, and everything on the way there in it."""
     config, dtype = weights.config, cache.keys[0].dtype
-    x0 = plain_embed(
-        weights.embed, tokens, cache.tokens, slots, positions, weights.smear_gate, weights.smear_scale, dtype
-    )
+    x0 = plain_embed(weights.embed, weights.smear, tokens, cache.tokens, slots, positions, dtype)
     x, middle = x0, x0
     for i in range(config.depth):
         x = weights.lambdas[i] * x + weights.mus[i] * x0
@@ -142,7 +140,7 @@ def decode_step(
     scratch = scratch or Scratch(weights, batch, tuning.most_splits)
     stream_scale = weights.lambdas[0] + weights.mus[0]  # the first layer's mix of x0 with itself
     embed(
-        weights.embed, tokens, cache.tokens, slots, positions, weights.smear_gate, weights.smear_scale,
+        weights.embed, weights.smear, tokens, cache.tokens, slots, positions,
         scratch.start, scratch.stream, stream_scale, pdl=tuning.pdl,
     )  # fmt: skip
     if tuning.matrices == "cublas":
@@ -196,7 +194,8 @@ def _layers_between_matrix_products(
     config, x, pdl = weights.config, scratch.stream, tuning.pdl
     normed = residual_norm(x, None, x, scratch.normed, pdl=pdl)
     for i in range(config.depth):
-        torch.mm(normed, weights.qkv[i].weight.T, out=scratch.qkv)
+        matrix = weights.qkv[i].weight
+        torch.mm(normed, matrix.T, out=scratch.qkv[:, : matrix.size(0)])
         sums, totals = _attend(weights, cache, slots, tokens, positions, tuning, scratch, i)
         mixed = sums if totals is None else combine(sums, totals, scratch.attention, pdl=pdl)
         torch.mm(mixed, weights.out[i].weight.T, out=scratch.written)

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanorun.config import NORM_EPSILON
+
 try:
     import triton
     import triton.language as tl
@@ -40,7 +42,6 @@ def reference(
     heads: int,
     kv_heads: int,
     gain: float,
-    eps: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(B, T, (H + 2K)·D) to q (B, T, H, D), k and v (B, T, K, D). cos and sin: (T, D/2) or (B, T, D/2)."""
     head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
@@ -50,7 +51,7 @@ def reference(
     def turned(x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
         r = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
-        return F.rms_norm(r, (head_dim,), eps=eps) * gain
+        return F.rms_norm(r, (head_dim,), eps=NORM_EPSILON) * gain
 
     return turned(q), turned(k), v
 
@@ -257,4 +258,4 @@ def _shape(qkv: Tensor, cos: Tensor, gain: float) -> tuple[int, float, float]:
     """How many rows the tables of angles have (each position's, or each token's own), and two constants."""
     assert qkv.is_contiguous()
     assert cos.is_contiguous()
-    return cos.numel() // cos.size(-1), gain, torch.finfo(qkv.dtype).eps
+    return cos.numel() // cos.size(-1), gain, NORM_EPSILON

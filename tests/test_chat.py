@@ -1,0 +1,437 @@
+"""Talking to a model as people and scripts do: real processes, in pipes and in a real (pseudo-)terminal."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+import unicodedata
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer, make_home
+
+from nanorun.chat.conversation import Dialogue, Options, Speaker
+from nanorun.chat.screen import visible
+from nanorun.infer.request import Sampling
+from nanorun.infer.sandbox import Sandbox, SandboxUnavailable
+from nanorun.runs import newest_speaker
+from nanorun.text.chat import render
+
+ROOT = Path(__file__).resolve().parents[1]
+GREEDY = ("--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("talkers")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, threads))
+    make_home(home)
+    torch.set_num_threads(threads)
+    return home
+
+
+@pytest.fixture
+def talkers(trained: Path, home: Path) -> Path:
+    """A home of one's own with both models."""
+    shutil.copytree(trained, home, dirs_exist_ok=True)
+    return home
+
+
+def chat(
+    home: Path, *args: str, stdin: str | bytes = b"", code: int = 0
+) -> subprocess.CompletedProcess[bytes]:
+    done = subprocess.run(
+        [sys.executable, "-m", "nanorun", "chat", *args],
+        input=stdin.encode() if isinstance(stdin, str) else stdin,
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "NANORUN_HOME": str(home)},
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr.decode() + done.stdout.decode()
+    assert b"Traceback" not in done.stderr
+    return done
+
+
+def chat_all(home: Path, *commands: tuple[list[str], str | bytes], code: int = 0) -> list[Any]:
+    """Several at a time, since most of each is its start."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda c: chat(home, *c[0], stdin=c[1], code=code), commands))
+
+
+# -- one question ------------------------------------------------------------------------------------
+
+
+def test_a_question_gets_its_answer_on_stdout_and_nothing_else(trained):
+    ways = ((["-p", "hi", *GREEDY], ""), ([*GREEDY], "hi\n"), (["-p", "-", *GREEDY], "hi"))
+    for done in chat_all(trained, *ways):
+        assert done.stdout.decode() == HI + "\n"
+        assert done.stderr == b""
+
+
+def test_json_tells_everything_about_one_answer(trained):
+    done = chat(trained, "-p", "sum", "--json", "--seed", "7", *GREEDY)
+    record = json.loads(done.stdout)
+    assert len(done.stdout.splitlines()) == 1
+    assert record["text"] == "Let me see:  Quite so."
+    assert [(part["type"], part["text"]) for part in record["parts"]] == [
+        ("text", "Let me see: "),
+        ("python", "12+30"),
+        ("output", "42"),
+        ("text", " Quite so."),
+    ]
+    assert (record["finish"], record["model"], record["seed"]) == ("stop", "talker", 7)
+    assert record["tokens"] == len("Let me see: 12+30 Quite so.") + 3, "what the tool said is not counted"
+    assert record["tokens_per_s"] > 0
+    assert 0 < record["first_token_s"] < 10
+
+
+def test_a_pipe_gets_the_text_as_it_is_without_the_tools_part(trained):
+    assert chat(trained, "-p", "evil", *GREEDY).stdout.decode() == EVIL + "\n"
+    assert chat(trained, "-p", "sum", *GREEDY).stdout == b"Let me see:  Quite so.\n"
+
+
+def test_a_faster_way_of_writing_says_the_same(trained):
+    fast = ["-p", "hi", "--int8", "--speculate", "draft", "--draft", "talker"]
+    assert chat(trained, *fast, *GREEDY).stdout.decode() == HI + "\n"
+
+
+def test_a_seed_gives_the_same_answers_again_and_each_answer_has_its_own(talkers):
+    with Speaker(Options(speculate="lookup")) as speaker:
+
+        def say(seed: int, questions: str) -> list[str]:
+            dialogue = Dialogue(speaker, Sampling(temperature=5, seed=seed), max_tokens=20)
+            answers = [dialogue.ask(question) for question in questions]
+            return ["".join(text for _, text in answer) for answer in answers]
+
+        assert say(1, "aa") == say(1, "aa")
+        assert len({*say(1, "aa"), *say(3, "aa")}) == 4
+
+
+def test_a_base_model_continues_the_text_and_says_so_on_stderr(trained):
+    done = chat(trained, "-p", "Once", "--model", "writer", *GREEDY)
+    assert done.stdout.decode() == (STORY * 3).removeprefix("Once") + "\n"
+    assert done.stderr.decode() == "'writer' is a base model: it continues the text.\n"
+
+
+def test_the_newest_chat_model_is_taken_and_without_one_the_newest_base_model(talkers):
+    assert newest_speaker() == "talker", "though the base model is newer"
+    shutil.rmtree(talkers / "runs" / "talker")
+    assert newest_speaker() == "writer"
+
+
+def test_what_the_tool_says_depends_on_what_is_allowed(trained):
+    def said(*tools: str) -> str:
+        parts = json.loads(chat(trained, "-p", "program", "--json", *GREEDY, *tools).stdout)["parts"]
+        assert parts[1] == {"type": "python", "text": "print(6*7)"}
+        return parts[2]["text"]
+
+    assert said() == "error: not an expression the calculator knows"
+    assert said("--tools", "none") == "42", "as the model makes it up"
+    try:
+        Sandbox.probe()
+    except SandboxUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    assert said("--tools", "python") == "42"
+
+
+MISTAKES = [
+    (["-p", "hi", "--model", "nobody"], "", "There is no run 'nobody'"),
+    (["-p", "x" * CONTEXT], "", "and 2047 fit: shorten it"),
+    (["-p", "x" * CONTEXT, "--model", "writer"], "", "the model's context is 2,048"),
+    (["-p", " "], "", "There is no question"),
+    ([], "\n", "Nothing came in on stdin"),
+    ([], b"caf\xe9", "is not UTF-8"),
+    (["-p", "hi", "--temperature", "-1"], "", "temperature is -1.0"),
+    (["-p", "hi", "--tools", "hammer"], "", "There is no tool 'hammer'"),
+    (["-p", "hi", "--speculate", "draft"], "", "--draft"),
+    (["-p", "hi", "--model", "writer", "--system", "x"], "", "leave out --system"),
+]
+
+
+def test_a_mistake_gets_one_sentence_and_exit_code_2(trained):
+    done = chat_all(trained, *((args, stdin) for args, stdin, _ in MISTAKES), code=2)
+    for (args, _, words), one in zip(MISTAKES, done, strict=True):
+        assert one.stdout == b"", args
+        assert len(one.stderr.splitlines()) == 1, args
+        assert words in one.stderr.decode(), args
+
+
+def test_without_a_model_or_a_sandbox_it_says_what_to_do(trained, home, tmp_path, monkeypatch):
+    assert b"There is no trained model" in chat(home, "-p", "hi", code=2).stderr
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = chat(trained, "-p", "hi", "--tools", "python", code=2).stderr.decode()
+    assert "cannot be run safely here: bubblewrap is not installed" in refused
+    assert len(refused.splitlines()) == 1
+
+
+def test_the_next_turn_reads_only_what_is_new_and_the_system_text_outlives_the_oldest_questions(talkers):
+    with Speaker(Options()) as speaker:
+        dialogue = Dialogue(speaker, Sampling(temperature=0), max_tokens=40, system="S" * 100)
+        for question in ("hi", "sum"):
+            *_, (kind, _) = answer = list(dialogue.ask(question))
+            assert (kind, len(answer) > 5) == ("text", True)
+        answer = dialogue.ask("hi")
+        list(answer)
+        new = speaker.engine.stats.read
+        assert answer.reply.reused_tokens > 150
+        assert answer.reply.prompt_tokens - answer.reply.reused_tokens < 10
+        assert not dialogue.forgetful
+        for letter in "abc":
+            answer = dialogue.ask(letter * 900)
+            list(answer)
+        assert dialogue.forgetful
+        assert speaker.tokenizer.decode(answer.request.prompt).count("S") == 100
+        assert speaker.engine.stats.read > new
+        assert len(dialogue.turns) >= 5, "nothing of it is lost"
+
+
+# -- a terminal --------------------------------------------------------------------------------------
+
+PROMPT = re.compile(rb"(?:^|\r\n)(?:\x1b\[1m)?>(?:\x1b\[0m)? $")
+DIRECTIONS = "LRE RLE PDF LRO RLO LRI RLI FSI PDI".split()  # signs that turn the direction of writing
+# A process whose terminal is its stdin, so that Ctrl-C typed there is a signal for it.
+OWN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Terminal:
+    """`nanorun chat` in a terminal of its own, and a person who types there."""
+
+    def __init__(self, home: Path, *args: str, **environment: str) -> None:
+        inputrc = home / "inputrc"
+        inputrc.write_text("set enable-bracketed-paste off\n")
+        self.fd, inside = pty.openpty()
+        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 5000, 0, 0))
+        env = {**os.environ, "NANORUN_HOME": str(home), "INPUTRC": str(inputrc), "PYTHONPATH": str(ROOT)}
+        env |= {"TERM": "xterm-256color", "NO_COLOR": "1", **environment}
+        program = [sys.executable, "-m", "nanorun", "chat", *args]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWN_TERMINAL, *program],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            cwd=home,
+            env=env,
+            start_new_session=True,
+        )
+        os.close(inside)
+        self.pieces: list[tuple[float, bytes]] = []
+
+    def type(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def until(self, pattern: str | re.Pattern[bytes], seconds: float = 60) -> bytes:
+        """What came until this was there."""
+        wanted = re.compile(re.escape(pattern.encode())) if isinstance(pattern, str) else pattern
+        came, deadline = b"", time.monotonic() + seconds
+        while not wanted.search(came):
+            left = deadline - time.monotonic()
+            assert left > 0, f"{wanted.pattern!r} did not come: {came!r}"
+            if select.select([self.fd], [], [], left)[0]:
+                piece = os.read(self.fd, 65_536)
+                self.pieces.append((time.monotonic(), piece))
+                came += piece
+        return came
+
+    def say(self, line: str) -> str:
+        """Types a line; what comes between it and the next prompt."""
+        self.type(line + "\r")
+        came = self.until(PROMPT)
+        return PROMPT.sub(b"", came).decode().replace("\r\n", "\n").removeprefix(line).strip("\n")
+
+    def press(self, key: str) -> None:
+        """As a person does: not in the microsecond in which Python, about to wait for a line, misses a signal."""
+        time.sleep(0.3)
+        self.type(key)
+
+    def end(self, keys: str = "\x04") -> int:
+        self.press(keys)
+        return self.wait()
+
+    def wait(self) -> int:
+        with contextlib.suppress(OSError):  # nobody is left at the other side
+            while select.select([self.fd], [], [], 60)[0] and os.read(self.fd, 65_536):
+                pass
+        return self.process.wait(10)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+
+
+@contextlib.contextmanager
+def terminal(home: Path, *args: str, **environment: str) -> Iterator[Terminal]:
+    session = Terminal(home, *args, **environment)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def test_answers_stream_and_ctrl_c_stops_one_and_not_the_program(talkers):
+    with terminal(talkers, *GREEDY, "--max-tokens", "2000") as session:
+        assert b"talker: " in session.until(PROMPT)
+        session.type("loop\r")
+        session.until("tick tock tick tock")
+        session.pieces.clear()
+        session.until("tick tock " * 10)
+        assert len(session.pieces) > 5, "it came in pieces"
+        session.type("\x03")
+        stopped = session.until(PROMPT)
+        assert b"Stopped; what there is of it is kept." in stopped
+        assert session.process.poll() is None
+        assert session.say("hi") == HI, "the next question works"
+        saved = talkers / "talk.jsonl"
+        assert session.say(f"/save {saved}") == f"Saved in {saved}."
+        (conversation,) = map(json.loads, saved.read_text("utf-8").splitlines())
+        said = [message["content"] for message in conversation["messages"]]
+        assert said[0] == "loop"
+        assert said[1].startswith("tick tock tick tock")
+        assert len(said[1]) < 1900, "the partial answer"
+        assert said[2:] == ["hi", HI]
+        assert session.end() == 0
+
+
+def test_nothing_that_a_model_says_commands_the_terminal(talkers):
+    with terminal(talkers, *GREEDY, NO_COLOR="") as session:
+        session.until(PROMPT)
+        assert session.say("evil") == "x^[[31mred^[]0;owned^G ^MY<U+009B>2J <U+202E>z"
+        assert session.say("sum") == "Let me see: \x1b[2m[12+30 = 42]\x1b[0m Quite so.", "the call is dim"
+        assert session.say("half") == "ab", "half a character is left out"
+        assert session.say("hi") == HI
+        assert session.end("/quit\r") == 0
+
+
+def test_control_characters_are_shown_and_not_sent():
+    for character in map(chr, range(0x3000)):
+        obeyed = unicodedata.category(character) == "Cc" or unicodedata.bidirectional(character) in DIRECTIONS
+        if obeyed and character not in "\n\t":
+            assert visible(character).isascii()
+            assert visible(character).isprintable()
+        else:
+            assert visible(character) == character
+
+
+def test_commands_and_what_they_leave(talkers):
+    with terminal(talkers, "--temperature", "5", "--max-tokens", "30", "--verbose") as session:
+        session.until(PROMPT)
+        assert "There is nothing to save yet." in session.say("/save")
+        lively = session.say("hi")
+        assert HI not in lively
+        assert re.search(r"\d+ tokens?, [\d,]+ tokens/s, first after [\d,]+ ms$", lively)
+        assert session.say("/verbose") == "verbose: off"
+        assert session.say("/temperature 0") == "temperature: 0.0"
+        assert session.say("/retry") == HI
+        assert session.say("/reset") == "Forgotten."
+        assert [session.say("hi"), session.say("/retry")] == [HI, HI], "greedy twice is the same twice"
+        for mistake, words in (
+            ("/temp 1", "did you mean /temperature?"),
+            ("/dance", "There is no command /dance: /help lists them"),
+            ("/temperature warm", "temperature is 'warm': it must be a number."),
+            ("/temperature -1", "temperature is -1.0: it must be"),
+            ("/top_k 1.5", "it must be a whole number"),
+            ("/max_tokens 0", "it must be at least 1"),
+            ("/save /nowhere/at/all", "cannot be written (No such file or directory)"),
+            ("/save inputrc", "inputrc exists already"),
+            ("/load nothing", "cannot be read"),
+            ("/load inputrc", "does not hold one conversation"),
+            ("x" * CONTEXT, "shorten it"),
+        ):
+            assert words in session.say(mistake)
+        assert session.say("/seed 7") == "seed: 7"
+        assert session.say("/max_tokens") == "max_tokens: 30"
+        assert session.say("/system Be kind.") == "system: Be kind."
+        assert "/temperature X" in session.say("/help")
+        assert session.say("/save kept.jsonl") == "Saved in kept.jsonl."
+        assert session.say("/reset") == "Forgotten."
+        assert "There is no question to answer again" in session.say("/retry")
+        assert "1 question and answer" in session.say("/load kept.jsonl")
+        assert session.say("/system") == "system: Be kind."
+        assert session.say("/system off") == "There is no system text."
+        session.type("half a lin")
+        session.press("\x03")
+        assert b"Ctrl-C again or Ctrl-D leaves." in session.until(PROMPT)
+        assert session.end("\x03") == 0
+    record = json.loads((talkers / "kept.jsonl").read_text("utf-8"))
+    assert [message["content"] for message in record["messages"]] == ["Be kind.", "hi", HI]
+    assert render(record, byte_tokenizer()).dropped == 0, "chat data as all others"
+    kept = talkers / ".chat_history"
+    assert kept.read_text().splitlines()[:4] == ["/save", "hi", "/verbose", "/temperature 0"]
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_was_typed_before_can_be_typed_again_with_an_arrow(talkers):
+    (talkers / ".chat_history").write_text("old\n" * 3000 + "hi\n")
+    with terminal(talkers, *GREEDY) as session:
+        session.until(PROMPT)
+        assert session.say("\x1b[A").endswith(HI)
+        assert session.say("/verbose") == "verbose: on"
+        assert session.end() == 0
+    lines = (talkers / ".chat_history").read_text().splitlines()
+    assert lines[-2:] == ["hi", "/verbose"]
+    assert len(lines) == 1001, "it does not grow for ever"
+
+
+def test_a_conversation_that_outgrows_the_context_says_so_once_and_goes_on(talkers):
+    words = "it no longer knows the oldest part"
+    with terminal(talkers, *GREEDY, "--max-tokens", "5") as session:
+        session.until(PROMPT)
+        assert words not in session.say("a" * 1000)
+        assert sum(words in session.say(letter * 1000) for letter in "bcdef") == 1
+        assert session.say("/reset") == "Forgotten."
+        assert session.say("hi").startswith(HI[:3])
+        time.sleep(0.3)
+        session.process.send_signal(signal.SIGTERM)
+        assert session.wait() == 128 + signal.SIGTERM
+
+
+def test_a_base_model_in_a_terminal_goes_on_with_a_text(talkers):
+    with terminal(talkers, *GREEDY, "--model", "writer", "--max-tokens", "30") as session:
+        assert b"it continues the text that you begin" in session.until(PROMPT)
+        first = session.say("Once").splitlines()
+        assert first[0].startswith("Once a 灯 lit the isle.")
+        assert "may have 30 tokens" in first[1]
+        whole = first[0] + session.say("").splitlines()[0]
+        assert (STORY * 2).startswith(whole)
+        assert session.say("/retry").splitlines()[0] == whole, "greedy, it goes on in the same way"
+        session.say("/max_tokens 200")
+        assert session.say("") == (STORY * 3).removeprefix(whole)
+        assert session.say("").startswith("That text has ended. Here is another:\nOnce a")
+        assert "knows nothing of a system text" in session.say("/system x")
+        assert session.say("/save texts.jsonl") == "Saved in texts.jsonl."
+        assert session.end() == 0
+    texts = [json.loads(line)["text"] for line in (talkers / "texts.jsonl").read_text("utf-8").splitlines()]
+    assert texts == [STORY * 3] * 2
+
+
+def test_a_result_that_no_tool_gave_is_called_made_up(talkers):
+    with terminal(talkers, *GREEDY, "--tools", "none") as session:
+        session.until(PROMPT)
+        assert session.say("program") == "Running [print(6*7) = 42 (made up)] Done."
+        assert session.end() == 0
+
+
+def test_json_needs_a_question(talkers):
+    with terminal(talkers, "--json") as session:
+        session.until("--json answers one question: give it with -p, or on stdin.")
+        assert session.wait() == 2
