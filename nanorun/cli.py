@@ -352,9 +352,7 @@ def train_sft(
         list[str] | None,
         typer.Option(help="A task of yours as well, FILE.py or FILE.py:Class. Its code is run."),
     ] = None,
-    tasks: Annotated[
-        Path | None, typer.Option(help="Where the tasks' files are (default: tasks/ in the home).")
-    ] = None,
+    task_files: TaskFiles = None,
     name: Annotated[str | None, typer.Option(help="The run's name (default: after its parent).")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the mixture (default: 1).")] = None,
     steps: Steps = None,
@@ -396,7 +394,7 @@ def train_sft(
         parent=parent,
         mixture=mixture,
         tasks=task or (),
-        folder=tasks,
+        folder=task_files,
         warm=warm,
         context=context,
         batch_tokens=batch_tokens,

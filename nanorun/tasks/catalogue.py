@@ -32,6 +32,7 @@ PUBLIC: dict[str, Callable[[Path, str], Examples]] = {
     "humaneval": HumanEval,
     "spelling": lambda where, split: _spelling(where, split),
 }
+NEED_NO_FILES = {*SAMPLE_TASKS, "sample-chat", "spelling"}
 CHATCORE = ("arc-easy", "arc-challenge", "mmlu", "gsm8k", "humaneval", "spelling")
 
 

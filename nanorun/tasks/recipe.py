@@ -18,7 +18,7 @@ from typing import Any
 from nanorun.console import say
 from nanorun.errors import UserError
 from nanorun.tasks import user_code
-from nanorun.tasks.catalogue import open_examples
+from nanorun.tasks.catalogue import NEED_NO_FILES, open_examples, tasks_dir
 from nanorun.tasks.files import NotHere
 from nanorun.tasks.mixture import Mixture, Slice, Without
 from nanorun.tasks.task import Examples
@@ -132,14 +132,19 @@ def prepare(
     trusted = [user_code.absolute(spec) for spec in trusted]
     named = {entry.task for entry in (*recipe.train, *recipe.val)}
     recipe = replace(recipe, train=(*recipe.train, *(Entry(spec) for spec in trusted if spec not in named)))
-    train = _open_all(recipe, recipe.train, folder, trusted)
-    val = _open_all(recipe, recipe.val, folder, trusted)
+    absent: dict[str, NotHere] = {}
+    train = _open_all(recipe.train, folder, trusted, absent)
+    val = _open_all(recipe.val, folder, trusted, absent)
+    if absent and not recipe.optional:
+        raise next(iter(absent.values()))
     recipe = replace(recipe, train=tuple(entry for entry, _ in train), val=tuple(entry for entry, _ in val))
-    if not train:
+    if absent and all(entry.task in NEED_NO_FILES for entry, _ in train):
         raise UserError(
-            f"Nothing of the mixture '{recipe.name}' is here: docs/tasks.md says where its files go, and "
-            "--mixture sample needs none."
+            f"Nothing of the mixture '{recipe.name}' is in {folder or tasks_dir()}: docs/tasks.md says which files go "
+            "there, and --mixture sample needs none."
         )
+    if absent:
+        say(f"not in {folder or tasks_dir()}, so left out of the mixture: {', '.join(absent)}")
     if val:
         kept = [examples for _, examples in val]
         parts = [part for entry, part in train for _ in range(entry.repeat)]
@@ -155,16 +160,15 @@ def prepare(
 
 
 def _open_all(
-    recipe: Recipe, entries: Collection[Entry], folder: Path | None, trusted: Sequence[str]
+    entries: Collection[Entry], folder: Path | None, trusted: Sequence[str], absent: dict[str, NotHere]
 ) -> list[tuple[Entry, Examples]]:
+    """The entries whose files are here; the others go to `absent`."""
     found = []
     for entry in entries:
         try:
             examples = open_examples(entry.task, entry.split, folder, trusted)
-        except NotHere as absent:
-            if not recipe.optional:
-                raise
-            say(f"left out of the mixture: {absent}")
+        except NotHere as problem:
+            absent[f"{entry.task} ({entry.split})" if entry.split != "train" else entry.task] = problem
             continue
         if entry.start is not None or entry.stop is not None:
             examples = Slice(examples, entry.start, entry.stop)

@@ -148,12 +148,15 @@ def test_a_named_recipe_leaves_out_what_is_not_here_and_says_so(tmp_path, capsys
     used, train, _ = prepare(RECIPES["sft"], tmp_path)
     assert [entry.task for entry in used.train] == ["spelling", "chat:sft_lima"]
     assert len(train) == 6000 - 120 + 196
-    assert "gsm8k's train files are not in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "left out of the mixture: arc-easy, arc-challenge, arc-easy (val)" in said
 
 
 def test_nothing_at_all_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="Nothing of the mixture 'x' is here"):
-        prepare(Recipe("x", (Entry("gsm8k"),), optional=True), tmp_path)
+    for name in ("sft", "mid"):
+        with pytest.raises(UserError, match=f"Nothing of the mixture '{name}' is in"):
+            prepare(RECIPES[name], tmp_path)
     with pytest.raises(UserError, match="gsm8k's train files are not in"):
         prepare(Recipe("x", (Entry("gsm8k"),)), tmp_path)
 

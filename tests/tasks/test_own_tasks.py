@@ -61,15 +61,15 @@ def test_an_empty_or_missing_file_and_another_kind_are_one_sentence(tmp_path):
 def from_the_docs() -> str:
     """The task that docs/tasks.md shows."""
     page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    return re.search(r"```python\n(# reverse\.py.*?)```", page, re.DOTALL)[1]
+    return re.search(r"```python\n(# twice\.py.*?)```", page, re.DOTALL)[1]
 
 
 def test_the_task_of_the_docs_trains_and_is_judged(tmp_path):
     code = from_the_docs()
     assert len([line for line in code.splitlines() if line.strip()]) <= 14
-    path = tmp_path / "reverse.py"
+    path = tmp_path / "twice.py"
     path.write_text(code)
-    for spec in (str(path), f"{path}:Reverse"):
+    for spec in (str(path), f"{path}:Twice"):
         task = open_task(spec, "test", trusted=[spec])
         answer = task[0]["messages"][-1]["content"]
         assert task.reward(0, [{"type": "text", "text": answer}]) == 1
@@ -81,12 +81,12 @@ def test_the_task_of_the_docs_trains_and_is_judged(tmp_path):
 
 
 def test_a_json_mixture_may_slice_and_repeat_code_that_the_command_line_names(tmp_path, monkeypatch):
-    (tmp_path / "reverse.py").write_text(from_the_docs())
-    (tmp_path / "m.json").write_text(json.dumps([{"task": "reverse.py", "stop": 100, "repeat": 3}]))
+    (tmp_path / "twice.py").write_text(from_the_docs())
+    (tmp_path / "m.json").write_text(json.dumps([{"task": "twice.py", "stop": 100, "repeat": 3}]))
     with pytest.raises(UserError, match="add --task"):
         prepare(find_recipe(str(tmp_path / "m.json")))
     monkeypatch.chdir(tmp_path)
-    used, train, val = prepare(find_recipe("m.json"), trusted=["reverse.py"])
+    used, train, val = prepare(find_recipe("m.json"), trusted=["twice.py"])
     assert (len(used.train), len(train), len(val)) == (1, 3 * 98, 2)
 
 

@@ -20,6 +20,7 @@ from nanorun.data.conversations import render_all
 from nanorun.data.get import make_sample
 from nanorun.data.loader import IGNORE, Loader
 from nanorun.data.rows import RowOrder
+from nanorun.data.sample.words import COMMON
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
 from nanorun.model.gpt import GPT
@@ -369,12 +370,12 @@ def test_what_is_missing_is_one_sentence(world, tmp_path, monkeypatch):
 
 def test_a_users_own_task_trains_from_the_command_line(world, tmp_path):
     page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    (tmp_path / "reverse.py").write_text(page.split("```python\n")[1].split("```")[0])
-    args, env = command(world, "own", steps=3, task="reverse.py")
+    (tmp_path / "twice.py").write_text(page.split("```python\n")[1].split("```")[0])
+    args, env = command(world, "own", steps=3, task="twice.py")
     done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["conversations"] == 280 + 200
-    assert read_config("own")["mixture"]["train"][-1]["task"] == str(tmp_path / "reverse.py")
+    assert json.loads(done.stdout)["conversations"] == 280 + 10 * len(COMMON[::2])
+    assert read_config("own")["mixture"]["train"][-1]["task"] == str(tmp_path / "twice.py")
     args, env = command(world, "bad", steps=3, task="gone.py")
     done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
