@@ -16,7 +16,6 @@ from typing import Any
 from nanorun.errors import UserError
 from nanorun.tasks.task import Conversation, said
 from nanorun.text.chat import Part
-from nanorun.text.tokenizer import Tokenizer
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -76,17 +75,6 @@ def chosen(text: str) -> str | None:
     if alone:
         return alone[1]
     return told[-1] if told else None
-
-
-def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
-    """The one token of each letter, as an answer begins with it."""
-    ids: list[int] = []
-    for letter in letters:
-        encoded = tokenizer.encode(letter)
-        if len(encoded) != 1:
-            raise UserError(f"The tokenizer '{tokenizer.name}' has no single token for the letter {letter}.")
-        ids += encoded
-    return ids
 
 
 def as_choices(value: Any) -> tuple[str, ...]:
