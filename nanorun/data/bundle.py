@@ -31,9 +31,9 @@ _MOST_MEMBERS = 20_000
 _MOST_BYTES_OF_ONE = 256 * 2**20
 _MOST_BYTES = 2**30
 _BROKEN = (
-    zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, RuntimeError,
-    NotImplementedError,
-)  # fmt: skip
+    *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError),
+    *(RuntimeError, NotImplementedError),  # what zipfile says of passwords and of methods it does not know
+)
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,17 @@ def core_folder() -> Path:
 
 
 def get_core(
-    *, url: str | None = None, bar: Progress | None = None, backoff: Backoff = wait_before_retry
+    *, replace: bool = False, bar: Progress | None = None, backoff: Backoff = wait_before_retry
 ) -> Bundle:
-    """The public CORE bundle in data/core/, downloaded unless it is there. NANORUN_CORE_URL names a mirror."""
-    url = url or os.environ.get("NANORUN_CORE_URL") or CORE_URL
+    """The public CORE bundle in data/core/, downloaded unless it is there. NANORUN_CORE_URL names a mirror.
+
+    The server names no checksum: a zip has one for each of its files, which is compared when the file is read.
+    """
+    url = os.environ.get("NANORUN_CORE_URL") or CORE_URL
     folder = core_folder()
-    if not (folder / _STORED_AS).is_file() or not _is_whole(folder / _STORED_AS):
+    if replace:
+        (folder / _STORED_AS).unlink(missing_ok=True)
+    if not _is_whole(folder / _STORED_AS):
         fetch(RemoteFile(url, None, None, _STORED_AS), folder, bar=bar, check=_check, backoff=backoff)
     return open_bundle(folder / _STORED_AS)
 
@@ -101,6 +106,8 @@ def _archive_in(folder: Path) -> Path | None:
 
 
 def _is_whole(path: Path) -> bool:
+    if not path.is_file():
+        return False
     try:
         _check(path)
     except ValueError:
@@ -136,7 +143,9 @@ def _open_folder(folder: Path) -> Bundle:
 def _open_zip(path: Path) -> Bundle:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
-        _check_amount(path, len(members), sum(member.file_size for member in members if _counts(member.filename)))
+        _check_amount(
+            path, len(members), sum(member.file_size for member in members if _counts(member.filename))
+        )
         sizes = {member.filename: member.file_size for member in members if _counts(member.filename)}
     root = _root(path, sizes)
 

@@ -99,7 +99,9 @@ def _task(bundle: Bundle, entry: Any, baselines: dict[str, float]) -> Task:
 
     label, kind, shots = need("label", str), need("icl_task_type", str), need("num_fewshot", list)
     if kind not in ("multiple_choice", "schema", "language_modeling"):
-        raise _unusable(bundle, MARKER, f"gives {label!r} the type {kind!r}, which is not one of CORE's three")
+        raise _unusable(
+            bundle, MARKER, f"gives {label!r} the type {kind!r}, which is not one of CORE's three"
+        )
     if len(shots) != 1 or type(shots[0]) is not int or not 0 <= shots[0] <= 1000:
         raise _unusable(bundle, MARKER, f"gives {label!r} num_fewshot {shots!r}, not one number such as [10]")
     if label not in baselines:

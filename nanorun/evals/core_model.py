@@ -23,7 +23,7 @@ from torch import Tensor
 from nanorun.errors import UserError
 from nanorun.evals.core_prompts import Encoder
 from nanorun.evals.core_rows import Batch
-from nanorun.infer.forward import _blocks, linear
+from nanorun.infer.forward import blocks, linear
 from nanorun.infer.weights import Layer, Weights
 from nanorun.model.attention import attend
 from nanorun.model.gpt import GPT, norm
@@ -72,7 +72,7 @@ class OurModel:
                 mixed = torch.cat([mixed, after], 1)
             return mixed.flatten(0, 1)
 
-        x = _blocks(self.weights, tokens.flatten(), previous.flatten(), positions.flatten(), look)
+        x = blocks(self.weights, tokens.flatten(), previous.flatten(), positions.flatten(), look)
         wanted = norm(x[_to_device(batch.at, self.device)])
         z = linear(wanted, self.weights.head)[:, : self.vocab_size].float()
         cap = self.model.config.softcap
@@ -148,7 +148,9 @@ def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) ->
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise UserError("--hf needs transformers, which is not installed: pip install transformers") from error
+        raise UserError(
+            "--hf needs transformers, which is not installed: pip install transformers"
+        ) from error
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: --hf names a folder that transformers has saved.")
     try:
@@ -156,7 +158,9 @@ def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) ->
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"transformers cannot open {folder} ({reason}): give a causal model's folder.") from error
+        raise UserError(
+            f"transformers cannot open {folder} ({reason}): give a causal model's folder."
+        ) from error
     known = (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id)
     bos = next((token for token in known if token is not None), None)
     if bos is None:

@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows side by side; all but `sequences` and `rows` goes to the device."""
+    """Rows side by side."""
 
     tokens: np.ndarray  # (rows, time): trunks padded to `trunk`, then the branches
     previous: np.ndarray  # (rows, time) the token before each, which for a branch's first is the trunk's last
@@ -59,7 +59,6 @@ class Batch:
     which: np.ndarray  # (wanted,) the place of each target
     targets: np.ndarray  # (wanted,)
     sequences: np.ndarray  # (wanted,)
-    rows: int
     real: int  # tokens that are not padding
 
 
@@ -165,9 +164,7 @@ def make_batch(rows: Sequence[Row], multiple: int = 1) -> Batch:
         np.concatenate([getattr(row, name) for row in rows]) for name in ("targets", "sequences")
     )
     real = sum(row.tokens for row in rows)
-    return Batch(
-        tokens, previous, positions, branch, trunk, places, which, targets, sequences, len(rows), real
-    )
+    return Batch(tokens, previous, positions, branch, trunk, places, which, targets, sequences, real)
 
 
 def _parts(row: Row, trunk: int) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.console import Progress
 from nanorun.evals.core_model import CausalModel
 from nanorun.evals.core_prompts import Encoded
-from nanorun.evals.core_rows import group_rows, make_batch, plan_rows
+from nanorun.evals.core_rows import Row, group_rows, make_batch, plan_rows
 
 MOST_LOGITS_GPU = 2**29  # of a batch: 2 GiB in fp32
 MOST_LOGITS = 2**25
@@ -32,9 +33,8 @@ class Scores:
 
     losses: np.ndarray  # mean nats of the tokens that count
     likeliest: np.ndarray  # whether each of them is the argmax
-    batches: int  # this rank's
-    tokens: int  # read, over all ranks; without padding
-    padding: float  # its share of what was computed
+    tokens: np.ndarray  # (tasks,) that were read, without padding
+    padding: float  # its share of all that was computed
 
 
 def score(
@@ -44,61 +44,54 @@ def score(
     cuda = model.device.type == "cuda"
     rows = plan_rows(tasks, model.context, model.shares_trunks)
     most_wanted = max((MOST_LOGITS_GPU if cuda else MOST_LOGITS) // model.vocab_size, 1)
-    groups = group_rows(rows, batch_tokens, most_wanted)[rank::world]
-    losses, hits, numbers, padded = [], [], [np.zeros(0, dtype=np.int64)], 0
-    for group in groups:
+    judged, numbers, padded = [], [], 0
+    for group in group_rows(rows, batch_tokens, most_wanted)[rank::world]:
         batch = make_batch(group, 8 if cuda else 1)
-        loss, hit = judge(model.logits(batch), batch.which, batch.targets)
-        losses.append(loss)
-        hits.append(hit)
+        judged.append(judge(model.logits(batch), batch.which, batch.targets))
         numbers.append(batch.sequences)
         padded += batch.tokens.size
         if bar is not None:
-            bar.advance(batch.real)
-    return _sum_up(model.device, losses, hits, np.concatenate(numbers), tasks, rows, len(groups), padded)
+            bar.advance(world * batch.real)
+    sums = _by_sequence(judged, numbers, sum(len(task.tails) for task in tasks))
+    sums, padded = _over_ranks(sums, padded, model.device)
+    read = _tokens_by_task(rows, tasks)
+    return Scores(sums[0] / sums[2], sums[1] == 0, read, 1 - read.sum() / max(padded, 1))
 
 
-def judge(logits: Tensor, which: np.ndarray, targets: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The loss of each target at its place, and whether it is the likeliest token there. Stays on the device."""
+def judge(logits: Tensor, which: np.ndarray, targets: np.ndarray) -> Tensor:
+    """The loss of each target at its place, and whether another token is likelier: (2, targets), on the device."""
     place, target = (torch.from_numpy(each).to(logits.device) for each in (which, targets))
     loss = logits.logsumexp(-1)[place] - logits[place, target]
-    return loss, logits.argmax(-1)[place] == target
+    return torch.stack([loss, (logits.argmax(-1)[place] != target).float()])
 
 
-def _sum_up(
-    device: torch.device,
-    losses: list[Tensor],
-    hits: list[Tensor],
-    numbers: np.ndarray,
-    tasks: Sequence[Encoded],
-    rows: Sequence[object],
-    batches: int,
-    padded: int,
-) -> Scores:
-    count = sum(len(task.tails) for task in tasks)
-    nats = torch.cat(losses).double().cpu().numpy() if losses else np.zeros(0)
-    misses = ~torch.cat(hits).cpu().numpy() if hits else np.zeros(0, dtype=bool)
-    sums = np.stack([np.bincount(numbers, each, count) for each in (nats, misses, np.ones(len(nats)))])
-    tokens = sum(row.tokens for row in rows)  # type: ignore[attr-defined]
-    sums, padded = _over_ranks(sums, padded, device)
-    return Scores(sums[0] / sums[2], sums[1] == 0, batches, tokens, 1 - tokens / max(padded, 1))
+def _by_sequence(judged: list[Tensor], numbers: list[np.ndarray], count: int) -> np.ndarray:
+    """(3, sequences): nats, misses and tokens of each, in float64. Here the host waits for the device."""
+    if not judged:
+        return np.zeros((3, count))
+    nats, misses = torch.cat(judged, 1).cpu().double().numpy()
+    whose = np.concatenate(numbers)
+    return np.stack([np.bincount(whose, each, count) for each in (nats, misses, np.ones(len(whose)))])
+
+
+def _tokens_by_task(rows: Sequence[Row], tasks: Sequence[Encoded]) -> np.ndarray:
+    ends = np.cumsum([len(task.tails) for task in tasks])
+    owners = np.searchsorted(ends, [row.sequences[0] for row in rows], side="right")
+    return np.bincount(owners, [row.tokens for row in rows], len(tasks)).astype(np.int64)
 
 
 def ranks() -> tuple[int, int]:
-    import torch.distributed as dist
-
+    """Which of the processes that share the work this one is, and how many they are."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def _over_ranks(sums: np.ndarray, padded: int, device: torch.device) -> tuple[np.ndarray, int]:
-    import torch.distributed as dist
-
     if ranks()[1] == 1:
         return sums, padded
     where = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    together = torch.from_numpy(np.append(sums.ravel(), padded)).to(where)
+    together = torch.from_numpy(np.append(sums, padded)).to(where)
     dist.all_reduce(together)
     whole = together.cpu().numpy()
     return whole[:-1].reshape(sums.shape), int(whole[-1])
