@@ -64,7 +64,7 @@ def evaluate_run_core(name: str | None, options: Options) -> dict[str, Any] | No
         if backends[0] == "flash":
             model.use_backend("flash")
         tokenizer = open_tokenizer(config.tokenizer)
-        result = evaluate(OurModel(model), tokenizer, chosen, options, model=name, step=step)
+        result = evaluate(OurModel(model), tokenizer, chosen, options, name, step)
         if ranks()[0]:
             return None
         if result["core"] is not None:
@@ -79,7 +79,7 @@ def evaluate_hugging_face(folder: Path, options: Options) -> dict[str, Any] | No
         chosen = choose(open_bundle(options.bundle), options)
         machine = hardware.detect()
         model, tokenizer = open_hugging_face(folder, torch.device(machine.device), compute_dtype(machine))
-        result = evaluate(model, tokenizer, chosen, options, model=folder.resolve().name, step=None)
+        result = evaluate(model, tokenizer, chosen, options, folder.resolve().name)
         return None if ranks()[0] else result
 
 
@@ -107,9 +107,10 @@ def evaluate(
     tokenizer: Encoder,
     chosen: Sequence[tuple[Bundle, Task]],
     options: Options,
-    **about: Any,
+    name: str,
+    step: int | None = None,
 ) -> dict[str, Any]:
-    """Scores the tasks; `about` goes into the record."""
+    """Scores the tasks. Every rank gets the same result, but for the times."""
     start = time.perf_counter()
     prompts = _encode(tokenizer, chosen, options.max_per_task)
     encoded = [each.encoded for each in prompts]
@@ -126,12 +127,11 @@ def evaluate(
     elapsed, examples = time.perf_counter() - start, sum(map(len, encoded))
     return record(
         "core",
-        **about,
+        model=name,
+        step=step,
         bundle=str(chosen[0][0].where),
         max_per_task=options.max_per_task,
-        **_core(
-            results, [task for _, task in chosen], read_tasks(chosen[0][0]) if not options.tasks else None
-        ),
+        **_core(results, chosen, whole=not options.tasks),
         tasks=results,
         gpt2=GPT2_CORE,
         examples=examples,
@@ -158,10 +158,10 @@ def _encode(tokenizer: Encoder, chosen: Sequence[tuple[Bundle, Task]], most: int
     rank, world = ranks()
     if rank:
         dist.barrier()
-    with Progress("prompts", None, "doc") as bar:
+    with Progress("making prompts", None, "doc") as bar:
         for bundle, task in chosen:
             start = time.perf_counter()
-            encoded, of = encode_task(bundle, task, tokenizer, most, bar)
+            encoded, of = encode_task(bundle, task, tokenizer, most, None if rank else bar)
             made.append(_Prompts(encoded, of, time.perf_counter() - start))
     if world > 1 and not rank:
         dist.barrier()
@@ -171,8 +171,7 @@ def _encode(tokenizer: Encoder, chosen: Sequence[tuple[Bundle, Task]], most: int
 def _score(model: CausalModel, encoded: Sequence[Encoded], batch_tokens: int | None) -> Scores:
     default = BATCH_TOKENS_GPU if model.device.type == "cuda" else BATCH_TOKENS
     try:
-        with Progress("scoring", None, "tok") as bar:
-            return score(model, encoded, batch_tokens or default, bar)
+        return score(model, encoded, batch_tokens or default, watched=True)
     except torch.cuda.OutOfMemoryError as error:
         raise UserError(
             f"The GPU has no room for {batch_tokens or default} tokens at a time: choose a smaller --batch-tokens."
@@ -196,15 +195,15 @@ def _task_result(task: Task, right: np.ndarray, of: int, spent: float) -> dict[s
 
 
 def _core(
-    results: dict[str, dict[str, Any]], tasks: Sequence[Task], whole: Sequence[Task] | None
+    results: dict[str, dict[str, Any]], chosen: Sequence[tuple[Bundle, Task]], whole: bool
 ) -> dict[str, float | None]:
-    """The mean of the centred values, if all tasks of the bundle are among them, and its standard error."""
-    counted = [task for task in tasks if task.in_core]
-    if whole is None or counted != list(whole):
+    """The mean of the centred values and its standard error, if no task was left out."""
+    if not whole:
         return {"core": None, "core_standard_error": None}
-    errors = [results[task.label]["standard_error"] / (1 - task.baseline) for task in counted]
+    counted = [results[task.label] for _, task in chosen if task.in_core]
+    errors = [each["standard_error"] / (1 - each["baseline"]) for each in counted]
     return {
-        "core": float(np.mean([results[task.label]["centred"] for task in counted])),
+        "core": float(np.mean([each["centred"] for each in counted])),
         "core_standard_error": float(np.sqrt(np.square(errors).sum()) / len(errors)),
     }
 

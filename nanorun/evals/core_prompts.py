@@ -24,7 +24,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -103,7 +103,7 @@ def encode_examples(
         number = 0
         for texts_of_one in group:
             ends = offsets[number : number + len(texts_of_one) + 1]
-            sequences = [_behind_bos(flat[a:b], encoder.bos) for a, b in zip(ends, ends[1:], strict=False)]
+            sequences = [_behind_bos(flat[a:b], encoder.bos) for a, b in pairwise(ends)]
             sequences, starts = what_counts(task.kind, sequences)
             trunk = _trunk(sequences, starts)
             parts += [sequences[0][:trunk], *(s[trunk:] for s in sequences)]

@@ -10,6 +10,7 @@ speed is compared with.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,24 +38,24 @@ class Scores:
     padding: float  # its share of all that was computed
 
 
-def score(
-    model: CausalModel, tasks: Sequence[Encoded], batch_tokens: int, bar: Progress | None = None
-) -> Scores:
+def score(model: CausalModel, tasks: Sequence[Encoded], batch_tokens: int, watched: bool = False) -> Scores:
+    """Reads every row once, in batches of at most so many tokens; `watched` shows how far it is."""
     rank, world = ranks()
     cuda = model.device.type == "cuda"
     rows = plan_rows(tasks, model.context, model.shares_trunks)
+    read = _tokens_by_task(rows, tasks)
     most_wanted = max((MOST_LOGITS_GPU if cuda else MOST_LOGITS) // model.vocab_size, 1)
     judged, numbers, padded = [], [], 0
-    for group in group_rows(rows, batch_tokens, most_wanted)[rank::world]:
-        batch = make_batch(group, 8 if cuda else 1)
-        judged.append(judge(model.logits(batch), batch.which, batch.targets))
-        numbers.append(batch.sequences)
-        padded += batch.tokens.size
-        if bar is not None:
-            bar.advance(world * batch.real)
+    with Progress("scoring", int(read.sum()), "tok") if watched and not rank else nullcontext() as bar:
+        for group in group_rows(rows, batch_tokens, most_wanted)[rank::world]:
+            batch = make_batch(group, 8 if cuda else 1)
+            judged.append(judge(model.logits(batch), batch.which, batch.targets))
+            numbers.append(batch.sequences)
+            padded += batch.tokens.size
+            if bar is not None:
+                bar.advance(world * batch.real)
     sums = _by_sequence(judged, numbers, sum(len(task.tails) for task in tasks))
     sums, padded = _over_ranks(sums, padded, model.device)
-    read = _tokens_by_task(rows, tasks)
     return Scores(sums[0] / sums[2], sums[1] == 0, read, 1 - read.sum() / max(padded, 1))
 
 
