@@ -37,6 +37,7 @@ from nanorun.evals.core_prompts import Encoded, Encoder, encode_task
 from nanorun.evals.core_score import Scores, ranks, score, verdicts
 from nanorun.evals.run import load_model
 from nanorun.model.attention import choose_backends
+from nanorun.model.gpt import GPT
 from nanorun.text.store import open_tokenizer
 from nanorun.train.base import compute_dtype
 
@@ -60,9 +61,7 @@ def evaluate_run_core(name: str | None, options: Options) -> dict[str, Any] | No
         bundle = open_bundle(options.bundle)  # a mistake here should not wait for a model
         chosen = choose(bundle, options)
         name, step, config, model = load_model(name)
-        backends = choose_backends(model.config, model.embed.weight.device, "auto", model.dtype, False)
-        if backends[0] == "flash":
-            model.use_backend("flash")
+        fastest_attention(model)
         tokenizer = open_tokenizer(config.tokenizer)
         result = evaluate(OurModel(model), tokenizer, chosen, options, name, step)
         if ranks()[0]:
@@ -206,6 +205,13 @@ def _core(
         "core": float(np.mean([each["centred"] for each in counted])),
         "core_standard_error": float(np.sqrt(np.square(errors).sum()) / len(errors)),
     }
+
+
+def fastest_attention(model: GPT) -> None:
+    """FlashAttention where it is installed. The other backends are for compiled code and rows of one length."""
+    device = model.embed.weight.device
+    if choose_backends(model.config, device, "auto", model.dtype, compiled=False)[0] == "flash":
+        model.use_backend("flash")
 
 
 @contextlib.contextmanager
