@@ -131,7 +131,8 @@ def core_speed(result: dict[str, Any]) -> str:
             for row in result["rows"]
         ],
     )
-    about = f"{result['model']}, {result['dtype']}, vocabulary {result['vocab_size']:,}: {result['examples']:,} examples"
+    about = f"{result['model']}, {result['dtype']}, vocabulary {result['vocab_size']:,}"
+    about += f": {result['examples']:,} examples"
     if result["slow_examples"] < result["examples"]:
         about += f" (one at a time: reckoned from {result['slow_examples']:,})"
     same = f"{result['other_verdicts']} verdicts differ between the first way and the last."
