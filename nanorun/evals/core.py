@@ -116,6 +116,10 @@ def evaluate(
     began = time.perf_counter()
     scores = _score(model, encoded, options.batch_tokens)
     scoring = time.perf_counter() - began
+    if not np.isfinite(scores.losses).all():
+        raise UserError(
+            f"The losses of {name} are not all numbers: its weights are damaged, or its dtype too narrow."
+        )
     results, at = {}, 0
     for (_, task), prompt, read in zip(chosen, prompts, scores.tokens.tolist(), strict=True):
         mine = slice(at, at + len(prompt.encoded.tails))

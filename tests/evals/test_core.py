@@ -441,3 +441,10 @@ def test_a_bundle_that_lacks_a_tasks_file_says_which(tmp_path):
     with pytest.raises(UserError, match="which 'gone' needs"):
         choose(open_bundle(bundle), Options())
     assert len(choose(open_bundle(bundle), Options(tasks=["here"]))) == 1
+
+
+def test_a_model_whose_losses_are_no_numbers_is_not_given_a_score(home, tmp_path):
+    chosen = choose(open_bundle(small_bundle(tmp_path / "bundle")), Options())
+    broken = KnownModel(TOKENIZER.vocab_size, lambda row: torch.full((TOKENIZER.vocab_size,), math.nan))
+    with pytest.raises(UserError, match="not all numbers"):
+        evaluate(broken, TOKENIZER, chosen, Options(), "broken")
