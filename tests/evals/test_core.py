@@ -127,7 +127,6 @@ def test_a_sequence_too_long_loses_its_left_and_is_scored_as_what_remains():
     texts = {bytes(row).decode() for row in seen}  # no BOS is left, or this would fail
     whole = [f"a long question {choice}"[-12:] for choice in pool[0]["choices"]]
     assert {text for text in texts if len(text) == 11} == {text[:-1] for text in whole}
-    assert "stion yes"[-12:-1] in {text[-8:] for text in texts}
 
 
 def test_a_continuation_longer_than_the_context_is_scored_behind_its_first_token():
@@ -277,11 +276,12 @@ def test_the_chart_shows_tasks_and_gpt2_beside_the_model(home, tmp_path):
     pytest.importorskip("matplotlib")
     bundle = open_bundle(small_bundle(tmp_path / "bundle"))
     model = OurModel(grown_model(TOKENIZER.vocab_size))
-    for options in (Options(max_per_task=4), Options(tasks=["who"])):
+    for options, whole in ((Options(max_per_task=4), True), (Options(tasks=["who"]), False)):
         result = evaluate(model, TOKENIZER, choose(bundle, options), options, "my model")
         drawn = plot_core(result, tmp_path / "new" / "core.svg").read_text()
-        assert "my model" in drawn.replace("&#", "") or "<path" in drawn
-        assert len(drawn) > 5000
+        assert "<!-- CORE of my model" in drawn  # matplotlib says in comments what its letters spell
+        assert "<!-- who -->" in drawn
+        assert ("<!-- 0.2565 -->" in drawn) == whole
     with pytest.raises(UserError, match="neither"):
         plot_core(result, tmp_path / "core.pdf")
 
