@@ -116,12 +116,36 @@ def train(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{footer(result)}"
 
 
+def core_speed(result: dict[str, Any]) -> str:
+    rows = markdown(
+        ["CORE", "seconds", "examples/s", "times faster", "M tokens read", "padding"],
+        [
+            [
+                row["way"],
+                f"{row['seconds']:,.1f}",
+                f"{row['examples_per_s']:,.1f}",
+                f"{row['times_faster']:.1f}",
+                f"{row['tokens'] / 1e6:,.2f}",
+                "–" if row["padding"] is None else f"{row['padding']:.1%}",
+            ]
+            for row in result["rows"]
+        ],
+    )
+    about = f"{result['model']}, {result['dtype']}, vocabulary {result['vocab_size']:,}"
+    about += f": {result['examples']:,} examples"
+    if result["slow_examples"] < result["examples"]:
+        about += f" (one at a time: reckoned from {result['slow_examples']:,})"
+    same = f"{result['other_verdicts']} verdicts differ between the first way and the last."
+    return f"{rows}\n\n{about}. {same} {footer(result)}"
+
+
 def footer(result: dict[str, Any]) -> str:
     where = f"{result['device']}, {result['cores']} cores, torch {result['torch']}"
     return f"Measured {result['date']} on {where}, at {result['commit']}, by `{result['command']}`."
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "core speed": core_speed,
     "loader": loader,
     "tokenizer trainers": tokenizer_trainers,
     "tokenizers": tokenizers,

@@ -31,7 +31,7 @@ data_app = typer.Typer(help="Text to train on: get it, add your own, see what is
 tok_app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
 train_app = typer.Typer(help="Training: the base model, conversation, reinforcement.", no_args_is_help=True)
 bench_app = typer.Typer(help="Speed on this machine: training, generation.", no_args_is_help=True)
-eval_app = typer.Typer(help="How good a model is: bits per byte, ChatCORE.", no_args_is_help=True)
+eval_app = typer.Typer(help="How good a model is: bits per byte, CORE, ChatCORE.", no_args_is_help=True)
 app.add_typer(train_app, name="train")
 app.add_typer(eval_app, name="eval")
 app.add_typer(bench_app, name="bench")
@@ -80,7 +80,8 @@ def doctor(as_json: Json = False) -> None:
 @data_app.command("get", epilog=_example("nanorun data get fineweb-edu --shards 8"))
 def data_get(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="sample, climbmix, fineweb-edu or fineweb10B.")
+        list[str],
+        typer.Argument(metavar="NAME...", help="sample, climbmix, fineweb-edu, fineweb10B or core."),
     ],
     shards: Annotated[
         int | None, typer.Option(min=1, help="How many training shards (default: 8, about 1 GB).")
@@ -91,14 +92,19 @@ def data_get(
     replace: Replace = False,
     as_json: Json = False,
 ) -> None:
-    """Gets named corpora: the sample world is written here, the others are downloaded (and resumed)."""
+    """Gets named corpora, or CORE's tasks: the sample world is written here, the others are downloaded (and
+    resumed)."""
     from nanorun import tables
     from nanorun.data import get
 
-    datasets = [get.get_dataset(name, shards, get.parse_size(size), seed, workers, replace) for name in names]
-    _show(
-        {"datasets": [tables.dataset_record(d) for d in datasets]}, as_json, tables.datasets_table(datasets)
-    )
+    named = [name for name in names if name != "core"]
+    datasets = [get.get_dataset(name, shards, get.parse_size(size), seed, workers, replace) for name in named]
+    records: dict[str, Any] = {"datasets": [tables.dataset_record(d) for d in datasets]}
+    text = tables.datasets_table(datasets) if datasets else ""
+    if "core" in names:
+        records["core"] = str(get.get_core_bundle(replace).where)
+        text = f"{text}\n\nCORE's tasks are in {records['core']}: nanorun eval core".strip()
+    _show(records, as_json, text)
 
 
 @data_app.command(
@@ -586,6 +592,56 @@ def eval_chat(
         manner = Manner(max_tokens, temperature, samples, seed, batch)
         result = chat.evaluate_chat(chat.Options(model, named, split, max_per_task, manner, keep, files))
     _show(result, as_json, tables.chat_table(result))
+
+
+@eval_app.command("core", epilog=_example("nanorun eval core --model base-d12 --max-per-task 500 --json"))
+def eval_core(
+    model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,
+    hf: Annotated[
+        Path | None, typer.Option(help="A Hugging Face causal model instead: its folder, with its tokenizer.")
+    ] = None,
+    bundle: Annotated[
+        Path | None, typer.Option(help="The tasks: a folder, .zip or .tar.xz (default: data/core).")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Some tasks only, such as hellaswag,lambada,arc,mmlu.")
+    ] = None,
+    max_per_task: Annotated[
+        int | None, typer.Option(min=1, help="Examples of each task at most (default: all).")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a batch (default: 65536 on a GPU, 2048 on a CPU).")
+    ] = None,
+    mmlu: Annotated[
+        Path | None, typer.Option(help="MMLU's questions, for a bundle without them: mmlu_test.jsonl.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the result beside GPT-2's into this .png or .svg.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Keep the result in this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The CORE score: 22 tasks for base models, 0 for guessing, GPT-2 XL has 0.2565."""
+    from nanorun import tables
+    from nanorun.bench.record import keep
+    from nanorun.evals.core import Options, evaluate_hugging_face, evaluate_run_core
+    from nanorun.report.core import check_suffix, plot_core
+
+    if model is not None and hf is not None:
+        raise UserError("--model names a run of yours and --hf a folder of another's: give one of them.")
+    if plot is not None:
+        check_suffix(plot)
+    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
+    if tasks is not None and not names:
+        raise UserError("--tasks names no task: give some, such as hellaswag,arc, or leave it out for all.")
+    options = Options(bundle, names, max_per_task, batch_tokens, mmlu)
+    result = evaluate_hugging_face(hf, options) if hf is not None else evaluate_run_core(model, options)
+    if result is None:
+        return  # another rank says it
+    keep(result, save)
+    if plot is not None:
+        plot_core(result, plot)
+    _show(result, as_json, tables.core_table(result))
 
 
 @bench_app.command("train", epilog=_example("nanorun bench train --depth 12 --json"))

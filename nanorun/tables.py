@@ -24,7 +24,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return re.fullmatch(r"[\d.,]*([kMGT%]| ?[kMGT]?B)?|–|\?", cell) is not None
+    return re.fullmatch(r"-?[\d.,]*([kMGT%]| ?[kMGT]?B)?|–|\?", cell) is not None
 
 
 def dataset_record(dataset: Dataset) -> dict[str, Any]:
@@ -266,3 +266,27 @@ def _example_reply(sample: dict[str, Any]) -> str:
     reply = "".join(marks[part["type"]].format(part["text"]) for part in sample["reply"])
     asked = " ".join(sample["question"].split())
     return f"  {asked:.100} │ {' '.join(reply.split()):.200}  ({sample['reward']:g})"
+
+
+def core_table(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            task["name"],
+            f"{task['shots']}",
+            f"{task['examples']:,}",
+            f"{task['accuracy']:.4f}",
+            f"{task['standard_error']:.4f}",
+            f"{task['baseline']:.3f}",
+            f"{task['centred']:.4f}",
+            f"{task['seconds']:.1f}",
+        ]
+        for task in result["tasks"].values()
+    ]
+    columns = ["task", "shots", "examples", "accuracy", "± one s.e.", "baseline", "centred", "seconds"]
+    lines = [table(columns, rows), ""]
+    if result["core"] is not None:
+        gpt2 = ", ".join(f"{name} {value:.4f}" for name, value in result["gpt2"].items())
+        error = f"± {result['core_standard_error']:.4f}"
+        lines.append(f"CORE {result['core']:.4f} {error} ({result['model']}); GPT-2's: {gpt2}")
+    speed = f"{result['examples']:,} examples in {seconds(result['seconds'])}"
+    return "\n".join([*lines, f"{speed}, {result['examples_per_s']:,.0f} a second"])

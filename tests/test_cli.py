@@ -157,7 +157,7 @@ VERBS = [
     "data tokenize",
     "tok train",
 ]
-VERBS += ["tok eval", "train base", "eval bpb", "bench train", "bench infer", "chat"]
+VERBS += ["tok eval", "train base", "eval bpb", "eval core", "bench train", "bench infer", "chat"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -186,6 +186,7 @@ def test_without_a_verb_the_help_is_shown(home):
         (["tok", "train"], "There is no data"),
         (["tok", "eval"], "There is no tokenizer"),
         (["eval", "bpb"], "There is no trained model"),
+        (["eval", "core"], "There is no CORE bundle"),
         (["plan", "--gpu", "abacus"], "abacus"),
         (["plan", "--steps", "5", "--ratio", "3"], "Give one of --ratio, --steps"),
         (["train", "base", "--data", "none"], "There is no dataset 'none'"),

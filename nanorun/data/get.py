@@ -9,7 +9,7 @@ import numpy as np
 
 from nanorun import home
 from nanorun.console import Progress, say
-from nanorun.data import hub, sample
+from nanorun.data import bundle, hub, sample
 from nanorun.data.add import write_dataset
 from nanorun.data.bins import read_bin
 from nanorun.data.dataset import MANIFEST, Dataset, Shard, Split, dataset_names, open_dataset
@@ -39,8 +39,14 @@ def get_dataset(
     if name == "sample":
         return make_sample(sample_bytes, seed, replace=replace)
     if name not in hub.CORPORA:
-        raise UserError(f"There is no corpus '{name}': choose among sample, {', '.join(hub.CORPORA)}.")
+        raise UserError(f"There is no corpus '{name}': choose among sample, {', '.join(hub.CORPORA)}, core.")
     return _download(name, shards, workers)
+
+
+def get_core_bundle(replace: bool = False) -> bundle.Bundle:
+    """The tasks of `eval core`, which are no text to train on."""
+    with Progress("getting core", None, "B") as bar:
+        return bundle.get_core(bar=bar, replace=replace)
 
 
 def make_sample(

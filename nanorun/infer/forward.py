@@ -70,7 +70,7 @@ def decode(
             masks[kind] = additive(seen, weights.dtype)[:, None, None]
         return decode_attention(q, cache.k[i], cache.v[i], slots, masks[kind])
 
-    x = _blocks(weights, tokens, previous, positions, attend)
+    x = blocks(weights, tokens, previous, positions, attend)
     z = linear(norm(x), weights.head)[:, : weights.config.vocab_size].float()
     cap = weights.config.softcap
     return cap * torch.tanh(z / cap) if cap else z
@@ -119,7 +119,7 @@ def prefill(
         cache.write(i, kept.flatten(), positions.flatten(), _rows(k), _rows(v))
         return _rows(mixed)
 
-    _blocks(weights, tokens.flatten(), previous.flatten(), positions.flatten(), attend)
+    blocks(weights, tokens.flatten(), previous.flatten(), positions.flatten(), attend)
 
 
 def linear(x: Tensor, matrix: Matrix) -> Tensor:
@@ -155,7 +155,7 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
-def _blocks(weights: Weights, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+def blocks(weights: Weights, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """The stream (N, dim) before the last norm; the counterpart of `GPT.hidden`."""
     config = weights.config
     x = F.embedding(tokens, weights.embed)

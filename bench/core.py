@@ -1,0 +1,155 @@
+"""CORE in batches against one example at a time: the same examples, the same model, in one run.
+
+    python bench/core.py --bundle ../shared/data/core.tar.xz --depth 4 --max-per-task 8
+    python bench/core.py --bundle ../shared/data/core.tar.xz --model base-d12 --slow-per-task 50    # on a GPU
+
+Three ways: batched with trunks shared, batched with each answer behind its own copy of the question, and one
+example at a time with all logits, as evaluators usually do it. The slow way may take fewer examples of each
+task: its time for a whole task is then reckoned from those. Making prompts is not timed. Verdicts are compared
+wherever two ways have judged the same example. Without --model the weights are random and the tokenizer is
+GPT-2's. Prints a table, and one JSON line last.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tables import TABLES  # noqa: E402
+
+from nanorun import hardware  # noqa: E402
+from nanorun.bench.record import record, save  # noqa: E402
+from nanorun.config import scale_model  # noqa: E402
+from nanorun.data.bundle import open_bundle  # noqa: E402
+from nanorun.errors import UserError  # noqa: E402
+from nanorun.evals.core import BATCH_TOKENS, BATCH_TOKENS_GPU, fastest_attention  # noqa: E402
+from nanorun.evals.core_data import read_tasks  # noqa: E402
+from nanorun.evals.core_model import OurModel  # noqa: E402
+from nanorun.evals.core_prompts import Encoded, Encoder, encode_task  # noqa: E402
+from nanorun.evals.core_score import one_at_a_time, score, verdicts  # noqa: E402
+from nanorun.evals.run import load_model  # noqa: E402
+from nanorun.model.gpt import GPT, build  # noqa: E402
+from nanorun.text.store import open_tokenizer  # noqa: E402
+from nanorun.train.base import compute_dtype  # noqa: E402
+
+
+def open_model(name: str | None, depth: int) -> tuple[GPT, Encoder]:
+    if name is not None:
+        _, _, config, model = load_model(name)
+        return model, open_tokenizer(config.tokenizer)
+    machine, tokenizer = hardware.detect(), open_tokenizer("gpt2")
+    device = torch.device(machine.device)
+    model = build(scale_model(depth, tokenizer.vocab_size, 2048), device, compute_dtype(machine))
+    dice = torch.Generator(device).manual_seed(1)
+    with torch.no_grad():  # what starts at zero would make every choice alike
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=dice, device=device)
+    return model.eval(), tokenizer
+
+
+def batched(model: OurModel, tasks: list[Encoded], share: bool, batch_tokens: int) -> dict[str, Any]:
+    model.shares_trunks = share
+    start = time.perf_counter()
+    scores = score(model, tasks, batch_tokens)
+    seconds, ends = time.perf_counter() - start, np.cumsum([len(task.tails) for task in tasks])
+    judged = [
+        verdicts(
+            task, scores.losses[end - len(task.tails) : end], scores.likeliest[end - len(task.tails) : end]
+        )
+        for task, end in zip(tasks, ends, strict=True)
+    ]
+    way = "batched, trunks shared" if share else "batched, trunks copied"
+    read, padding = int(scores.tokens.sum()), round(scores.padding, 4)
+    return {"way": way, "seconds": seconds, "tokens": read, "padding": padding, "verdicts": judged}
+
+
+def slowly(model: OurModel, tasks: list[Encoded], counts: list[int]) -> dict[str, Any]:
+    """One example at a time; `counts` says how many examples the time is reckoned for."""
+    total, judged = 0.0, []
+    for task, count in zip(tasks, counts, strict=True):
+        start = time.perf_counter()
+        judged.append(one_at_a_time(model.all_logits, task, model.context, model.device))
+        total += (time.perf_counter() - start) * count / len(task)
+    lengths = [
+        (np.repeat(t.trunks, t.choices) + t.tails).sum() * n / len(t)
+        for t, n in zip(tasks, counts, strict=True)
+    ]
+    return {
+        "way": "one at a time",
+        "seconds": total,
+        "tokens": int(sum(lengths)),
+        "padding": None,
+        "verdicts": judged,
+    }
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    gpt, tokenizer = open_model(arguments.model, arguments.depth)
+    fastest_attention(gpt)
+    model, bundle = OurModel(gpt), open_bundle(arguments.bundle)
+    most, fewer = arguments.max_per_task, arguments.slow_per_task or arguments.max_per_task
+    listed = read_tasks(bundle)
+    tasks = [encode_task(bundle, task, tokenizer, most)[0] for task in listed]
+    some = tasks if fewer == most else [encode_task(bundle, task, tokenizer, fewer)[0] for task in listed]
+    counts = [len(task) for task in tasks]
+    budget = arguments.batch_tokens or (BATCH_TOKENS_GPU if model.device.type == "cuda" else BATCH_TOKENS)
+    warm = [encode_task(bundle, task, tokenizer, 2)[0] for task in listed[:3]]
+    for share in (True, False):
+        batched(model, warm, share, budget)
+    slowly(model, warm, [2] * len(warm))
+
+    ways = [batched(model, tasks, share, budget) for share in (True, False)]
+    ways.append(slowly(model, some, counts))
+    if fewer != most:  # shots depend on the cap, so the same examples are judged again
+        again = batched(model, some, True, budget)["verdicts"]
+    else:
+        again = ways[0]["verdicts"]
+    slow = ways[2]["seconds"]
+    rows = [
+        {k: v for k, v in way.items() if k != "verdicts"}
+        | {"examples_per_s": sum(counts) / way["seconds"], "times_faster": slow / way["seconds"]}
+        for way in ways
+    ]
+    pairs = zip(again, ways[2]["verdicts"], strict=True)
+    return record(
+        "core speed",
+        model=arguments.model or f"d{gpt.config.depth}, random weights",
+        depth=gpt.config.depth,
+        dtype=str(gpt.dtype).removeprefix("torch."),
+        vocab_size=gpt.config.vocab_size,
+        examples=sum(counts),
+        slow_examples=sum(map(len, some)),
+        batch_tokens=budget,
+        rows=rows,
+        other_verdicts=int(sum((fast != truth).sum() for fast, truth in pairs)),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundle", type=Path, default=None)
+    parser.add_argument("--model", default=None, help="a run's name; without one, random weights")
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--max-per-task", type=int, default=None)
+    parser.add_argument("--slow-per-task", type=int, default=None)
+    parser.add_argument("--batch-tokens", type=int, default=None)
+    parser.add_argument("--save", type=Path, default=None)
+    arguments = parser.parse_args()
+    try:
+        result = compare(arguments)
+    except UserError as error:
+        sys.exit(str(error))
+    print(TABLES["core speed"](result))
+    save(result, arguments.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""A benchmark's bundle of files: a folder, a .zip or a .tar (plain, .gz, .bz2, .xz), read as it is.
+
+The public CORE bundle is a zip of `eval_bundle/`, with `core.yaml`, `eval_meta_data.csv` and `eval_data/`.
+`data get core` stores that zip unchanged as data/core/eval_bundle.zip. Archives are read in memory and never
+unpacked, so no name inside one can lead anywhere on this disk; a name in the yaml that would lead out of a
+folder is refused. A zip's files are read one by one when they are wanted; a tar has no index, so the files
+that count are read at once. How much may be read is limited, whatever an archive says of itself.
+"""
+
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanorun.console import Progress
+from nanorun.data.download import RemoteFile, fetch
+from nanorun.data.web import Backoff, wait_before_retry
+from nanorun.errors import UserError
+from nanorun.home import data_dir
+
+CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+MARKER = "core.yaml"  # the file at the root of a bundle
+_STORED_AS = "eval_bundle.zip"
+_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz")
+_WANTED = (".yaml", ".csv", ".jsonl")
+_MOST_MEMBERS = 20_000
+_MOST_BYTES_OF_ONE = 256 * 2**20
+_MOST_BYTES = 2**30
+_BROKEN = (
+    *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError),
+    *(RuntimeError, NotImplementedError),  # what zipfile says of passwords and of methods it does not know
+)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    where: Path
+    names: frozenset[str]  # relative to the folder that holds core.yaml, with '/'
+    _read: Callable[[str], bytes]
+
+    def read(self, name: str) -> bytes:
+        if name not in self.names:
+            raise UserError(f"{self.where} has no {name[:200]!r}: get the bundle anew, or name a whole one.")
+        try:
+            return self._read(name)
+        except _BROKEN as error:
+            raise UserError(f"{self.where} is damaged at {name!r} ({error}): get it anew.") from error
+
+
+def core_folder() -> Path:
+    return data_dir() / "core"
+
+
+def get_core(
+    *, replace: bool = False, bar: Progress | None = None, backoff: Backoff = wait_before_retry
+) -> Bundle:
+    """The public CORE bundle in data/core/, downloaded unless it is there. NANORUN_CORE_URL names a mirror.
+
+    The server names no checksum: a zip has one for each of its files, which is compared when the file is read.
+    """
+    url = os.environ.get("NANORUN_CORE_URL") or CORE_URL
+    folder = core_folder()
+    if replace:
+        (folder / _STORED_AS).unlink(missing_ok=True)
+    if not _is_whole(folder / _STORED_AS):
+        fetch(RemoteFile(url, None, None, _STORED_AS), folder, bar=bar, check=_check, backoff=backoff)
+    return open_bundle(folder / _STORED_AS)
+
+
+def open_bundle(path: Path | None = None) -> Bundle:
+    """The bundle at `path`, a folder or an archive; without one, what `data get core` stored."""
+    if path is None:
+        path = core_folder()
+        if not path.exists():
+            raise UserError(f"There is no CORE bundle in {path}: {_hint()}")
+    if not path.exists():
+        raise UserError(f"There is no {path}: --bundle names a folder with core.yaml, a .zip or a .tar.xz.")
+    for folder in (path, path / "eval_bundle"):
+        if (folder / MARKER).is_file():
+            return _open_folder(folder)
+    archive = _archive_in(path) if path.is_dir() else path
+    if archive is None:
+        raise UserError(f"{path} has no {MARKER}: name the folder (or archive) that holds it, or {_hint()}")
+    try:
+        if zipfile.is_zipfile(archive):
+            return _open_zip(archive)
+        if tarfile.is_tarfile(archive):
+            return _open_tar(archive)
+    except _BROKEN as error:
+        raise UserError(f"{archive} cannot be read ({error}): it is damaged, get it anew.") from error
+    raise UserError(f"{archive} is neither a folder, a .zip nor a .tar (.gz, .bz2, .xz): name the bundle.")
+
+
+def _hint() -> str:
+    near = Path("..") / "shared" / "data" / "core.tar.xz"
+    other = f"--bundle {near}" if near.is_file() else "--bundle PATH (a folder, .zip or .tar.xz)"
+    return f"nanorun data get core fetches it, or name one with {other}."
+
+
+def _archive_in(folder: Path) -> Path | None:
+    return next((path for path in sorted(folder.iterdir()) if path.name.endswith(_SUFFIXES)), None)
+
+
+def _is_whole(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        _check(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _check(path: Path) -> None:
+    try:
+        open_bundle(path).read(MARKER)
+    except UserError as error:
+        raise ValueError(str(error).rstrip(".")) from error
+
+
+# The three kinds
+
+
+def _open_folder(folder: Path) -> Bundle:
+    root = folder.resolve()
+
+    def read(name: str) -> bytes:
+        path = folder / name
+        if not path.resolve().is_relative_to(root):
+            raise UserError(f"{path} leads out of {folder} through a link: remove the link.")
+        if path.stat().st_size > _MOST_BYTES_OF_ONE:
+            raise UserError(f"{path} has {path.stat().st_size} bytes: no file of a bundle is that large.")
+        return path.read_bytes()
+
+    found = (path for path in folder.rglob("*") if path.suffix in _WANTED and path.is_file())
+    return Bundle(folder, frozenset(path.relative_to(folder).as_posix() for path in found), read)
+
+
+def _open_zip(path: Path) -> Bundle:
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        _check_amount(
+            path, len(members), sum(member.file_size for member in members if _counts(member.filename))
+        )
+        sizes = {member.filename: member.file_size for member in members if _counts(member.filename)}
+    root = _root(path, sizes)
+
+    def read(name: str) -> bytes:
+        _check_one(path, name, sizes[root + name])
+        with zipfile.ZipFile(path) as archive, archive.open(root + name) as file:
+            content = file.read(_MOST_BYTES_OF_ONE + 1)
+            _check_one(path, name, len(content))
+            return content
+
+    return Bundle(path, _below(root, sizes), read)
+
+
+def _open_tar(path: Path) -> Bundle:
+    contents: dict[str, bytes] = {}
+    with tarfile.open(path) as archive:
+        for count, member in enumerate(archive, 1):
+            _check_amount(path, count, member.offset_data + member.size)  # what has been decompressed by then
+            if member.isfile() and _counts(member.name):
+                _check_one(path, member.name, member.size)
+                file = archive.extractfile(member)
+                contents[member.name.removeprefix("./")] = file.read() if file is not None else b""
+    root = _root(path, contents)
+    return Bundle(path, _below(root, contents), lambda name: contents[root + name])
+
+
+def _counts(name: str) -> bool:
+    return name.endswith(_WANTED) and not name.startswith("__MACOSX/")
+
+
+def _root(path: Path, names: dict[str, int] | dict[str, bytes]) -> str:
+    """The folder inside the archive that holds core.yaml, with its '/'."""
+    roots = [name.removesuffix(MARKER) for name in names if name.split("/")[-1] == MARKER]
+    if not roots:
+        raise UserError(f"{path} has no {MARKER} inside: name a CORE bundle, or {_hint()}")
+    return min(roots, key=len)
+
+
+def _below(root: str, names: dict[str, int] | dict[str, bytes]) -> frozenset[str]:
+    return frozenset(name.removeprefix(root) for name in names if name.startswith(root))
+
+
+def _check_amount(path: Path, members: int, size: int) -> None:
+    if members > _MOST_MEMBERS or size > _MOST_BYTES:
+        raise UserError(
+            f"{path} unpacks to more than {_MOST_MEMBERS:,} files or {_MOST_BYTES >> 20:,} MiB: it is no CORE bundle."
+        )
+
+
+def _check_one(path: Path, name: str, size: int) -> None:
+    if size > _MOST_BYTES_OF_ONE:
+        raise UserError(f"{name} in {path} has {size} bytes: no file of a bundle is that large.")

@@ -1,0 +1,125 @@
+"""Our models in EleutherAI's lm-evaluation-harness, for the hundreds of tasks that are not in CORE.
+
+    pip install lm_eval
+    python -m nanorun.evals.harness --model nanorun --model_args model=base-d12 --tasks hellaswag
+
+Importing this file needs lm_eval and makes the name `nanorun` known to it; nothing else here imports it. Requests
+that share a context are one example with several answers, so the batches are CORE's. Texts are written by the
+engine of `nanorun chat`.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from nanorun.evals.core import BATCH_TOKENS, BATCH_TOKENS_GPU
+from nanorun.evals.core_model import OurModel
+from nanorun.evals.core_prompts import Encoded
+from nanorun.evals.core_score import score
+from nanorun.evals.run import load_model
+from nanorun.infer.engine import Engine, Request, Sampling
+from nanorun.model.gpt import GPT
+from nanorun.text.store import open_tokenizer
+from nanorun.text.tokenizer import Tokenizer
+
+Pair = tuple[list[int], list[int]]  # context and continuation
+
+
+@register_model("nanorun")
+class NanorunLM(TemplateLM):
+    """`model` is a run's name (the newest without one), or a model itself with its tokenizer."""
+
+    def __init__(
+        self,
+        model: str | GPT | None = None,
+        text: Tokenizer | None = None,
+        batch_tokens: int | None = None,
+        **ignored: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(model, GPT):
+            assert text is not None, "a model needs its tokenizer"
+            self.gpt, self.text = model, text
+        else:
+            _, _, config, self.gpt = load_model(model)
+            self.text = open_tokenizer(config.tokenizer)
+        self.scorer = OurModel(self.gpt)
+        usual = BATCH_TOKENS_GPU if self.scorer.device.type == "cuda" else BATCH_TOKENS
+        self.batch_tokens = int(batch_tokens or usual)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.text.bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        """With a bos in front, as in training; without where that is said."""
+        tokens = self.text.encode(string)
+        return tokens if add_special_tokens is False else [self.text.bos, *tokens]
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **ignored: Any) -> list[tuple[float, bool]]:
+        return self._score([(context, continuation) for _, context, continuation in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        windows = [self._windows(request.args[0]) for request in requests]
+        scores = iter(self._score([pair for pairs in windows for pair in pairs]))
+        return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        with Engine(self.gpt, self.text) as engine:
+            replies = engine.generate([self._request(*request.args) for request in requests])
+        return [reply.text or "" for reply in replies]
+
+    def _windows(self, text: str) -> list[Pair]:
+        tokens = self.tok_encode(text, add_special_tokens=False)
+        windows = get_rolling_token_windows(tokens, self.eot_token_id, self.scorer.context - 1, 1)
+        return [make_disjoint_window(window) for window in windows]
+
+    def _request(self, prompt: str, wanted: dict[str, Any]) -> Request:
+        until = wanted.get("until") or []
+        most = int(wanted.get("max_gen_toks", 256))
+        room = max(self.scorer.context - most, 1)
+        temperature = float(wanted.get("temperature", 0.0)) if wanted.get("do_sample") else 0.0
+        return Request(
+            self.tok_encode(prompt)[-room:],
+            Sampling(temperature=temperature),
+            max_tokens=most,
+            stop_ids=[self.text.bos],
+            stop=[until] if isinstance(until, str) else list(until),
+        )
+
+    def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether it is what the model would say."""
+        if not pairs:
+            return []
+        scores = score(self.scorer, [as_examples(pairs)], self.batch_tokens)
+        lengths = [len(continuation) for _, continuation in pairs]
+        return [
+            (-float(loss) * length, bool(likeliest))
+            for loss, length, likeliest in zip(scores.losses, lengths, scores.likeliest, strict=True)
+        ]
+
+
+def as_examples(pairs: Sequence[Pair]) -> Encoded:
+    """Neighbours with the same context are the answers of one example."""
+    tokens, trunks, choices = list[int](), list[int](), list[int]()
+    for context, group in groupby(pairs, key=lambda pair: pair[0]):
+        tails = [continuation for _, continuation in group]
+        tokens += [*context, *(token for tail in tails for token in tail)]
+        trunks.append(len(context))
+        choices.append(len(tails))
+    lengths = [len(continuation) for _, continuation in pairs]
+    counts = (
+        np.array(each, dtype=np.int32) for each in (trunks, choices, [0] * len(trunks), lengths, lengths)
+    )
+    return Encoded(np.array(tokens, dtype=np.int64), *counts)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
