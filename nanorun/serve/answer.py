@@ -127,13 +127,15 @@ class Answer(Response):
             await self._send(send, b"".join(_sse(self._order.frame([choice], **extra)) for choice in first))
         while None in self._replies:
             news: dict[int, News] = {}
-            for number, event in await self._arrivals():
+            arrivals = await self._arrivals()
+            for number, event in arrivals:
                 at = number * self._order.samples + event.sample
                 news.setdefault(at, News()).add(self._choices[at].take(event))
                 self._replies[at] = event.reply or self._replies[at]
             chunks = [chunk for at, new in news.items() for chunk in self._chunks(at, new)]
             data = b"".join(_sse(self._order.frame([chunk], **extra)) for chunk in chunks)
-            await self._send(send, data or b": still here\n\n")
+            if data or not arrivals:
+                await self._send(send, data or b": still here\n\n")
         end = _sse(self._order.frame([], usage=self._usage())) if self._order.usage else b""
         await self._send(send, end + b"data: [DONE]\n\n", last=True)
 
