@@ -54,13 +54,15 @@ class Prompts:
         """Without the oldest questions and answers, so that about `room` tokens are left."""
         system = turns[:1] if turns[0]["role"] == "system" else []
         turns = turns[len(system) :]
-        left = room - 3 - sum(len(self.tokenizer.encode(text)) + 2 for text in _texts(system))
+        left = room - 3 - sum(len(self.tokenizer.encode(text)) for text in _texts(system))
         start = len(turns)
         for at in range(len(turns) - 1, -1, -1):
-            parts = list(_texts(turns[at : at + 1]))
-            if left < 0 or sum(map(len, parts)) > left * self._longest:
+            parts = turns[at]["content"]
+            if left < 0 or sum(len(part["text"]) for part in parts) > left * self._longest:
                 break
-            left -= 2 + sum(len(self.tokenizer.encode(text)) + 2 for text in parts)
+            left -= 2 + sum(
+                len(self.tokenizer.encode(part["text"])) + 2 * (part["type"] != "text") for part in parts
+            )
             if left >= 0 and turns[at]["role"] == "user":
                 start = at
         start = min(start, len(turns) - 1)  # the newest question is never left out
