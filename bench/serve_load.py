@@ -2,8 +2,8 @@
 
 Two measurements on one model, in one run:
 
-1. Throughput with 1, 8 and 64 clients that each ask again as soon as they have their answer: first the engine
-   alone in this process, without anybody watching its tokens, then the server, each client reading a stream.
+1. Throughput with 1, 8 and 64 clients that each ask again as soon as they have their answer: the engine alone in
+   this process, without anybody watching its tokens, and the server, each client reading a stream, by turns.
 2. Abuse, for a minute: 64 streams at a time, a third of them left midway, and somebody who asks /health four
    times a second. Nothing may fail, no slot may be lost, and memory must not grow.
 
@@ -167,18 +167,21 @@ def main() -> None:
     args = parser.parse_args()
     name, counts = args.model or newest_speaker(), [int(count) for count in args.clients.split(",")]
 
-    with Speaker(Options(name, tools="none", slots=args.slots, max_queue=1024)) as speaker:
-        bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
-        engine = [bare(speaker, count, args.seconds, args.tokens) for count in counts]
-
     command = [sys.executable, "-m", "nanorun", "serve", "--port", "0", "--queue", "1024", "--gpus", "1"]
     command += ["--tools", "none", "--slots", str(args.slots), *(["--model", name] if name else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as server:
+    engine, served = list[float](), list[float]()
+    with (
+        Speaker(Options(name, tools="none", slots=args.slots, max_queue=1024)) as speaker,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as server,
+    ):
         assert server.stdout is not None
         port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
         load = Load(port, args.tokens)
+        bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
         asyncio.run(load.clients(max(counts), 2.0))
-        served = [asyncio.run(load.clients(count, args.seconds)) for count in counts]
+        for count in counts:  # by turns, so that both meet the same machine
+            engine.append(bare(speaker, count, args.seconds, args.tokens))
+            served.append(asyncio.run(load.clients(count, args.seconds)))
         abused = asyncio.run(abuse(load, max(counts), args.abuse)) if args.abuse else None
         server.send_signal(signal.SIGTERM)
         code = server.wait(60)

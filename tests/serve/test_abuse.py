@@ -207,6 +207,15 @@ def test_many_at_once_with_a_third_leaving(server):
     assert server.http.get("/health").status_code == 200
 
 
+def test_missing_packages_are_told_in_a_sentence():
+    program = "import sys; sys.modules['uvicorn'] = None; from nanorun.cli import main; main(['serve'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "nanorun: The server needs uvicorn, which is not installed: pip install 'nanorun[serve]'."
+    ]
+
+
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(server):
     begun = time.monotonic()
     done = subprocess.run(

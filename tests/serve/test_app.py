@@ -112,10 +112,13 @@ def test_random_requests_get_what_the_schema_says(server, mode):
     )
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     for operation in (result.ok() for result in schema.get_all_operations()):
+        if mode == "negative" and operation.method != "post":
+            continue  # nothing can be wrong in it
 
         def check(case):
-            if isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), int):
-                case.body["max_tokens"] = min(case.body["max_tokens"], 4)
+            if isinstance(case.body, dict) and mode == "positive":  # short answers will do
+                case.body["max_tokens"] = 4
+                case.body.pop("max_completion_tokens", None)
             case.call_and_validate(checks=wanted, timeout=60)
 
         cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
