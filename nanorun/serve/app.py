@@ -99,7 +99,7 @@ class Service:
                 param="messages",
                 code="too_many_messages",
             )
-        size = sum(len(m.content) if isinstance(m.content, str) else QUICK for m in asked.messages)
+        size = sum(message.size for message in asked.messages)
         max_tokens = self._max_tokens(asked.max_completion_tokens or asked.max_tokens)
         truncate = asked.truncation == "auto"
 

@@ -36,6 +36,12 @@ class Message(BaseModel):
     nanorun_parts: list[Part] | None = None  # of an answer that used its tool, sent back as it came
     tool_calls: list[Any] | None = None
 
+    @property
+    def size(self) -> int:
+        """Characters, of the content or of what stands for it."""
+        parts = self.nanorun_parts if self.nanorun_parts is not None else self.content or ""
+        return len(parts) if isinstance(parts, str) else sum(len(part.text) for part in parts)
+
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None

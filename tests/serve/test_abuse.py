@@ -76,22 +76,36 @@ def test_a_second_signal_ends_it_at_once(narrow):
         narrow.process.wait(10)
 
 
-def test_a_slow_reader_holds_nobody_up(narrow):
+@contextlib.contextmanager
+def not_reading(server):
+    """Somebody who asks for megabytes and then reads nothing."""
     body = json.dumps({**LOOP, "logprobs": True, "top_logprobs": 20, "n": 2}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(("127.0.0.1", narrow.port))
+        slow.connect(("127.0.0.1", server.port))
         slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        narrow.wait_until(lambda: narrow.metric("nanorun_slots_busy") == 1)
+        server.wait_until(lambda: server.metric("nanorun_slots_busy") > 0)
+        yield
+
+
+def test_a_slow_reader_holds_nobody_up(narrow):
+    with not_reading(narrow):
         narrow.wait_until(narrow.idle, 60)  # both answers are written, though nobody has read them
         assert narrow.ask().status_code == 200
         assert narrow.metric("nanorun_open_requests") == 2, "that of the slow reader, and this one"
     narrow.wait_until(lambda: narrow.metric("nanorun_open_requests") == 1)
 
 
-def test_a_reader_that_stops_is_given_up_and_an_answer_has_its_time(trained):
-    with running(trained, "--stall", "0.5", "--timeout", "1") as server:
+def test_a_reader_that_takes_nothing_is_given_up(trained):
+    with running(trained, "--stall", "0.5") as server, not_reading(server):
+        server.wait_until(lambda: server.metric("nanorun_open_requests") == 1, 60)
+        server.wait_until(server.idle)
+        assert server.metric("nanorun_disconnects_total") == 1
+
+
+def test_an_answer_has_its_time(trained):
+    with running(trained, "--timeout", "1") as server:
         late = server.ask("loop", n=8)
         assert late.status_code == 408
         assert late.json()["error"] == {**late.json()["error"], "type": "timeout_error", "code": "timeout"}
