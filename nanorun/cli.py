@@ -644,6 +644,67 @@ def eval_core(
     _show(result, as_json, tables.core_table(result))
 
 
+@app.command(epilog=_example("nanorun serve --port 8000"))
+def serve(
+    model: Annotated[
+        str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="NANORUN_API_KEY", help="Clients must send this key.")
+    ] = None,
+    cors: Annotated[list[str] | None, typer.Option(help="An origin whose pages may call.")] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Another name that a local server answers to.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Answers at a time on a device (GPU: 64, CPU: 8).")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Answers that may wait; more get 429.")] = 256,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs (default: all).")] = None,
+    tools: Annotated[
+        str, typer.Option(help="What answers may call: calculator, python or none.")
+    ] = "calculator",
+    temperature: Annotated[float, typer.Option(help="Where a request does not say.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Where a request does not say; 0 is no limit.")] = 50,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer at most.")] = None,
+    max_body: Annotated[str, typer.Option(help="Bytes of a request at most, such as 2MB.")] = "2MB",
+    timeout: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = 600.0,
+    stall: Annotated[float, typer.Option(help="Seconds that a reader may take nothing.")] = 60.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds for running answers to end.")] = 30.0,
+    int8: Annotated[bool, typer.Option("--int8", help="Weights as int8.")] = False,
+) -> None:
+    """An OpenAI-compatible server, and the page to talk to the model in a browser."""
+    from nanorun.data.get import parse_size
+    from nanorun.infer.request import Sampling
+    from nanorun.serve.options import Limits, Options
+
+    if tools not in ("calculator", "python", "none"):
+        raise UserError(f"There is no tool '{tools}': choose calculator, python or none.")
+    options = Options(
+        model=model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        cors=tuple(cors or ()),
+        allow_hosts=tuple(allow_host or ()),
+        slots=slots,
+        gpus=gpus,
+        tools=cast(Any, tools),
+        int8=int8,
+        sampling=Sampling(temperature=temperature, top_k=top_k),
+        drain_s=drain,
+        limits=Limits(
+            body_bytes=parse_size(max_body), tokens=max_tokens, queue=queue, answer_s=timeout, stall_s=stall
+        ),
+    )
+
+    from nanorun.serve.run import serve  # only now: this takes a second
+
+    serve(options)
+
+
 @bench_app.command("train", epilog=_example("nanorun bench train --depth 12 --json"))
 def bench_train(
     depth: Depth = 12,

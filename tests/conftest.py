@@ -25,6 +25,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with two small models that know what they say by heart: nobody changes it."""
+    import torch
+    from talkers import make_home
+
+    folder = tmp_path_factory.mktemp("talkers")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, threads))
+    make_home(folder)
+    torch.set_num_threads(threads)
+    return folder
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """The real corpus, which is never part of the repository."""

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer, make_home
+from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer
 
 from nanorun.chat.conversation import Dialogue, Options, Speaker
 from nanorun.chat.screen import visible
@@ -33,16 +32,6 @@ from nanorun.text.chat import render
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = ("--temperature", "0")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("talkers")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(2, threads))
-    make_home(home)
-    torch.set_num_threads(threads)
-    return home
 
 
 @pytest.fixture

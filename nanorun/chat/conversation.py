@@ -12,6 +12,7 @@ The engine keeps what it has read in its cache, so that the next prompt, which b
 costs only what is new in it.
 """
 
+import copy
 import queue
 import secrets
 import warnings
@@ -19,11 +20,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from nanorun.errors import UserError
 from nanorun.evals.run import load_model
 from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settings, Tool
 from nanorun.infer.sandbox import Sandbox
 from nanorun.infer.tools import Function, ToolState, calculate, python_tool
+from nanorun.model.gpt import GPT
 from nanorun.runs import CHAT_KINDS, newest_speaker
 from nanorun.text.chat import ConversationCut, Part, ReplyStream, join_pieces, render, render_prompt
 from nanorun.text.store import open_tokenizer
@@ -42,6 +46,9 @@ class Options:
     int8: bool = False
     speculate: Literal["lookup", "draft"] | None = None
     draft: str | None = None  # the run that guesses
+    slots: int = 1  # answers at a time, on each device
+    max_queue: int = 256  # answers that may wait, on each device
+    devices: int = 1  # GPUs, each with an engine of its own
 
 
 class Speaker:
@@ -64,8 +71,12 @@ class Speaker:
                     f"'{config.tokenizer}': a model can only guess for one that shares its tokenizer."
                 )
         self.tokenizer = tokenizer = open_tokenizer(config.tokenizer)
-        settings = Settings(slots=1, int8=options.int8, speculate=options.speculate)
-        self.engine = Engine(model, tokenizer, settings, draft=draft)
+        settings = Settings(options.slots, options.max_queue, int8=options.int8, speculate=options.speculate)
+        self.engines = [
+            Engine(_on(number, model), tokenizer, settings, draft=draft and _on(number, draft))
+            for number in range(options.devices)
+        ]
+        self.engine = self.engines[0]
         self.tool: Callable[[], Tool] | None = None
         if self.chats and function is not None:
             self.tool = lambda: ToolState(tokenizer, function)
@@ -78,7 +89,15 @@ class Speaker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.close()
+        for engine in self.engines:
+            engine.close()
+
+
+def _on(number: int, model: GPT) -> GPT:
+    """The model on a GPU of this number; on the first, or on a CPU, it is already."""
+    if not number or model.embed.weight.device.type != "cuda":
+        return model
+    return copy.deepcopy(model).to(torch.device("cuda", number))
 
 
 def _function(tools: str) -> Function | None:

@@ -131,6 +131,17 @@ class Engine:
         return self._scheduler.stats
 
     @property
+    def broken(self) -> bool:
+        """Whether its thread has failed: it takes no more requests."""
+        return self._failure is not None
+
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Samples that have a slot, and samples that wait for one."""
+        with self._lock:
+            return self._scheduler.busy_slots, self._submitted + self._queued
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes."""
         weights, caches = zip(*self._scheduler.readers, strict=True)
@@ -307,6 +318,7 @@ class Engine:
         """The inbox, as soon as there is something in it or the device has work; None at the end."""
         with self._lock:
             while not (self._closing or self._inbox or self._scheduler.busy):
+                self._queued = self._scheduler.waiting
                 torch.set_num_threads(self._threads[0])  # others may compute meanwhile
                 self._lock.wait()
                 torch.set_num_threads(self._threads[1])

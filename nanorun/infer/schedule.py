@@ -167,6 +167,10 @@ class Scheduler:
         return bool(waiting or self._reading or self._active or self._launched)
 
     @property
+    def busy_slots(self) -> int:
+        return len(self._slots.all) - self._slots.idle
+
+    @property
     def waiting(self) -> int:
         return sum(1 + len(sample.followers) for sample in self._waiting)
 

@@ -123,7 +123,8 @@ class ReplyStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._names = {token_id: name for name, token_id in tokenizer.special.items()}
-        self._decoder, self._kind, self._begun = StreamDecoder(tokenizer), "text", False
+        self._decoder, self._begun = StreamDecoder(tokenizer), False
+        self.kind = "text"  # of the part that the next token belongs to
         self.ended = False  # another message has begun: nothing more is read
 
     def push(self, token_id: int) -> list[tuple[str, str]]:
@@ -133,11 +134,11 @@ class ReplyStream:
             return []
         if name is None:
             text = self._decoder.push(token_id)
-            return [(self._kind, text)] if text else []
+            return [(self.kind, text)] if text else []
         if name in _OPENS:
-            return [*self._turn_to(_OPENS[name]), (self._kind, "")]
+            return [*self._turn_to(_OPENS[name]), (self.kind, "")]
         if name in _CLOSES:
-            return self._turn_to("text") if self._kind == _CLOSES[name] else []
+            return self._turn_to("text") if self.kind == _CLOSES[name] else []
         if first and name == "<|assistant_start|>":
             return []
         self.ended = True
@@ -145,10 +146,10 @@ class ReplyStream:
 
     def flush(self) -> list[tuple[str, str]]:
         """What is left at the end: U+FFFD for an unfinished character."""
-        return self._turn_to(self._kind)
+        return self._turn_to(self.kind)
 
     def _turn_to(self, kind: str) -> list[tuple[str, str]]:
-        before, self._kind = self._kind, kind
+        before, self.kind = self.kind, kind
         rest = self._decoder.flush()
         return [(before, rest)] if rest else []
 

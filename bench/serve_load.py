@@ -1,0 +1,203 @@
+"""The server under load, and what it costs over the bare engine: `python bench/serve_load.py [--model RUN]`.
+
+Two measurements on one model, in one run:
+
+1. Throughput with 1, 8 and 64 clients that each ask again as soon as they have their answer: the engine alone in
+   this process, without anybody watching its tokens, and the server, each client reading a stream, by turns.
+2. Abuse, for a minute: 64 streams at a time, a third of them left midway, and somebody who asks /health four
+   times a second. Nothing may fail, no slot may be lost, and memory must not grow.
+
+Prints a table, and one JSON line last. The clients need a core of their own: where the machine has few, they
+and the server slow each other down, and the share is a lower bound.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from nanorun.bench.record import record
+from nanorun.chat.conversation import Options, Speaker
+from nanorun.infer.request import Request, Sampling
+from nanorun.runs import newest_speaker
+
+SAMPLING = Sampling(temperature=0.8, top_k=50)
+
+
+def prompt(number: int) -> str:
+    return f"{number}: Once upon a time there was"
+
+
+def bare(speaker: Speaker, clients: int, seconds: float, tokens: int) -> float:
+    """Tokens a second of the engine alone."""
+    tokenizer, numbers, written = speaker.tokenizer, itertools.count(), Counter[str]()
+    stop_ids = list(tokenizer.special.values())
+    end = time.perf_counter() + seconds
+
+    def client() -> None:
+        while time.perf_counter() < end:
+            ids = [tokenizer.bos, *tokenizer.encode(prompt(next(numbers)))]
+            replies = speaker.engine.submit(Request(ids, SAMPLING, tokens, stop_ids)).result()
+            written["tokens"] += len(replies[0].ids)
+
+    begun = time.perf_counter()
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return written["tokens"] / (time.perf_counter() - begun)
+
+
+class Load:
+    """Clients on plain sockets: they must cost less than what they measure."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        self.port, self.tokens = port, tokens
+        self.numbers, self.seen = itertools.count(), Counter[str]()
+        self.first: list[float] = []
+
+    async def ask(self, leave_after: int | None = None) -> None:
+        asked = {"prompt": prompt(next(self.numbers)), "max_tokens": self.tokens, "stream": True}
+        asked |= {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k}
+        body = json.dumps({**asked, "stream_options": {"include_usage": True}})
+        begun = time.perf_counter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            status = (await reader.readline()).split()[1].decode()
+            data, chunks = b"", 0
+            while part := await reader.read(65536):
+                chunks += part.count(b"data: {")
+                if chunks and not data:
+                    self.first.append(time.perf_counter() - begun)
+                data = (data + part)[-2048:]
+                if leave_after is not None and chunks >= leave_after:
+                    self.seen["left"] += 1
+                    return
+            written = re.search(rb'"completion_tokens":(\d+)', data)
+            self.seen["tokens"] += int(written[1]) if written else 0
+            self.seen["whole" if b"[DONE]" in data else f"broken {status}"] += 1
+        except (OSError, IndexError) as error:
+            self.seen[f"failed {type(error).__name__}"] += 1
+        finally:
+            writer.close()
+
+    async def clients(self, count: int, seconds: float, leaving: bool = False) -> float:
+        """Tokens a second, of answers that were read to the end."""
+        end = time.perf_counter() + seconds
+
+        async def client(number: int) -> None:
+            for turn in itertools.count(number):
+                if time.perf_counter() >= end:
+                    return
+                await self.ask(self.tokens // 4 if leaving and turn % 3 == 0 else None)
+
+        before, begun = self.seen["tokens"], time.perf_counter()
+        await asyncio.gather(*(client(number) for number in range(count)))
+        return (self.seen["tokens"] - before) / (time.perf_counter() - begun)
+
+    async def get(self, path: str) -> tuple[int, str]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = (await reader.read()).decode()
+        writer.close()
+        return int(answer.split()[1]), answer
+
+    async def metric(self, name: str) -> float:
+        found = re.search(rf"^{name} (\S+)$", (await self.get("/metrics"))[1], re.MULTILINE)
+        return float(found[1]) if found else -1.0
+
+
+async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
+    """A minute of it: what became of the requests, of /health, of memory and of the slots."""
+    healthy, memory, done = list[float](), list[float](), asyncio.Event()
+
+    async def watch() -> None:
+        while not done.is_set():
+            begun = time.perf_counter()
+            status, _ = await load.get("/health")
+            healthy.append(time.perf_counter() - begun)
+            load.seen[f"health {status}"] += 1
+            memory.append(await load.metric("process_resident_memory_bytes") / 2**20)
+            await asyncio.sleep(0.25)
+
+    watcher = asyncio.create_task(watch())
+    load.seen.clear()
+    load.first.clear()
+    rate = await load.clients(clients, seconds, leaving=True)
+    done.set()
+    await watcher
+    for _ in range(200):
+        busy = await load.metric("nanorun_slots_busy") + await load.metric("nanorun_reserved")
+        if not busy:
+            break
+        await asyncio.sleep(0.05)
+    quarter = memory[len(memory) // 4]  # by then everything has been used once
+    return {
+        "clients": clients,
+        "seconds": seconds,
+        "tokens_per_s": round(rate, 1),
+        "outcomes": dict(sorted(load.seen.items())),
+        "first_byte_p50_s": round(sorted(load.first)[len(load.first) // 2], 4),
+        "health_worst_s": round(max(healthy), 4),
+        "memory_mib": [round(quarter, 1), round(memory[-1], 1)],
+        "slots_left_busy": busy,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", help="a run (default: the newest chat model, else base model)")
+    parser.add_argument("--clients", default="1,8,64")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each throughput")
+    parser.add_argument("--abuse", type=float, default=60.0, help="seconds of it")
+    args = parser.parse_args()
+    name, counts = args.model or newest_speaker(), [int(count) for count in args.clients.split(",")]
+
+    command = [sys.executable, "-m", "nanorun", "serve", "--port", "0", "--queue", "1024", "--gpus", "1"]
+    command += ["--tools", "none", "--slots", str(args.slots), *(["--model", name] if name else [])]
+    engine, served = list[float](), list[float]()
+    with (
+        Speaker(Options(name, tools="none", slots=args.slots, max_queue=1024)) as speaker,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as server,
+    ):
+        assert server.stdout is not None
+        port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
+        load = Load(port, args.tokens)
+        bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
+        asyncio.run(load.clients(max(counts), 2.0))
+        for count in counts:  # by turns, so that both meet the same machine
+            engine.append(bare(speaker, count, args.seconds, args.tokens))
+            served.append(asyncio.run(load.clients(count, args.seconds)))
+        abused = asyncio.run(abuse(load, max(counts), args.abuse)) if args.abuse else None
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(60)
+
+    rows = [
+        {"clients": count, "engine": round(a, 1), "server": round(b, 1), "share": round(b / a, 3)}
+        for count, a, b in zip(counts, engine, served, strict=True)
+    ]
+    print("clients   engine tok/s   server tok/s   share")
+    for row in rows:
+        print(f"{row['clients']:7d} {row['engine']:14,.0f} {row['server']:14,.0f} {row['share']:7.0%}")
+    for key, value in (abused or {}).items():
+        print(f"{key:>18}  {value}")
+    result = record("serve", model=name, slots=args.slots, tokens=args.tokens, rows=rows, abuse=abused)
+    print(json.dumps({**result, "exit_code": code}))
+
+
+if __name__ == "__main__":
+    main()

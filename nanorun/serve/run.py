@@ -1,0 +1,120 @@
+"""`nanorun serve`: loads the model, listens, and ends well.
+
+The first SIGTERM or Ctrl-C begins to drain: new requests get 503, running answers end (for --drain seconds at
+most), then the server stops. The second one stops it at once.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+from types import FrameType
+
+from nanorun import console, hardware
+from nanorun.chat import conversation
+from nanorun.errors import UserError
+from nanorun.infer.request import Sampling
+from nanorun.serve.options import LOOPBACK, Options
+
+SWITCH_S = 0.0005  # how long the loop may keep an engine's thread waiting for Python; usually ten times that
+
+
+def serve(options: Options) -> None:
+    try:
+        import uvicorn
+
+        from nanorun.serve import app
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"The server needs {error.name}, which is not installed: pip install 'nanorun[serve]'."
+        ) from error
+
+    listening = _listen(options)
+    machine = hardware.detect()
+    cuda = machine.device == "cuda"
+    devices = min(options.gpus or machine.devices, machine.devices) if cuda else 1
+    if cuda and options.gpus is not None and options.gpus > machine.devices:
+        raise UserError(f"--gpus is {options.gpus}, and this machine has {machine.devices}.")
+    slots = options.slots or (64 if cuda else 8)
+    console.say("Loading the model ...")
+    spoken = conversation.Options(
+        options.model,
+        tools=options.tools,
+        int8=options.int8,
+        slots=slots,
+        max_queue=options.limits.queue + slots * devices,  # the desk refuses before the engine does
+        devices=devices,
+    )
+    sys.setswitchinterval(SWITCH_S)
+    logging.getLogger("nanorun.serve").addHandler(logging.StreamHandler())
+    with conversation.Speaker(spoken) as speaker:
+        if cuda:
+            sizes = [2**i for i in range(slots.bit_length()) if 2**i <= slots]
+            for engine in speaker.engines:
+                engine.warm([*sizes, slots], [options.sampling, Sampling(temperature=0)])
+        service = app.Service(speaker, options)
+        config = uvicorn.Config(
+            app.build(service),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=30,
+            ws="none",
+        )
+
+        class Server(uvicorn.Server):
+            """Drains before it exits."""
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                self.loop = asyncio.get_running_loop()
+                _greet(options, listening.getsockname()[1], speaker, slots * devices)
+
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                if service.desk.draining or not self.started:
+                    self.should_exit = self.force_exit = True
+                    return
+                service.desk.draining = True
+                self.loop.call_soon_threadsafe(self._drain)
+
+            def _drain(self) -> None:
+                self.draining = self.loop.create_task(self._drained())
+
+            async def _drained(self) -> None:
+                running = service.metrics.open_requests
+                console.say(f"Ending: {running} requests may take {options.drain_s:g} s more.")
+                deadline = self.loop.time() + options.drain_s
+                while service.metrics.open_requests and self.loop.time() < deadline:
+                    await asyncio.sleep(0.02)
+                self.should_exit = True
+
+        Server(config).run([listening])
+
+
+def _listen(options: Options) -> socket.socket:
+    """Before the model is loaded: a port that is taken is told at once."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((options.host, options.port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise UserError(
+            f"The server cannot listen on {options.host}:{options.port} ({error.strerror or error}): choose "
+            "another --port or --host."
+        ) from error
+    listening.set_inheritable(True)
+    return listening
+
+
+def _greet(options: Options, port: int, speaker: conversation.Speaker, slots: int) -> None:
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    kind = "a chat model" if speaker.chats else "a base model, which only continues text"
+    console.say(f"'{speaker.name}' ({kind}), {slots} answers at a time")
+    if options.host not in LOOPBACK and options.api_key is None:
+        console.say("Anyone who can reach this machine can use it: --api-key asks for a key.")
+    print(f"http://{host}:{port}/v1", flush=True)

@@ -1,0 +1,165 @@
+"""What a request may say: OpenAI's fields, checked as strictly as OpenAI checks them.
+
+Three kinds of fields: those that do something; those that are harmless here and ignored (`store`, `user`,
+`metadata`...); those that would change the answer and that no small model of ours can do (`tools`, images,
+JSON modes, the additive penalties...), which are refused unless they ask for nothing. A name that OpenAI
+does not know is refused, but for ours: top_k, min_p, repetition_penalty, truncation and nanorun_parts.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nanorun.infer.request import MOST_STOP_LENGTH, MOST_STOPS, MOST_TOP_LOGPROBS
+from nanorun.serve.errors import ApiError
+
+MOST_SEED = 2**63 - 2**20 - 1
+
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")  # such as cache_control
+    type: Literal["text", "python", "output", "guess"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")  # what else answers carry: refusal, annotations
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] | None = None
+    nanorun_parts: list[Part] | None = None  # of an answer that used its tool, sent back as it came
+    tool_calls: list[Any] | None = None
+
+    @property
+    def size(self) -> int:
+        """Characters, of the content or of what stands for it."""
+        parts = self.nanorun_parts if self.nanorun_parts is not None else self.content or ""
+        return len(parts) if isinstance(parts, str) else sum(len(part.text) for part in parts)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # ignored
+
+
+class Generation(_Strict):
+    """What both kinds of completion share."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    n: int | None = Field(None, ge=1, le=128)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-MOST_SEED, le=MOST_SEED)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Refuses what cannot be done rather than doing something else."""
+        if self.stream_options is not None and not self.stream:
+            raise _refuse("stream_options", "It is only allowed with stream: true.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(self, name):
+                raise _refuse(name, "This server has none: repetition_penalty (1.1, say) is its own way.")
+        if self.logit_bias:
+            raise _refuse("logit_bias", "This server has none.")
+
+
+class ChatRequest(Generation):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    truncation: Literal["auto", "disabled"] | None = (
+        None  # auto: the oldest messages go when all are too many
+    )
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
+    # ignored
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        for name in ("tools", "functions", "audio", "web_search_options"):
+            if getattr(self, name):
+                raise _refuse(name, "The model calls no tools but the server's own.")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise _refuse("tool_choice", "The model calls no tools but the server's own.")
+        if (self.response_format or {"type": "text"}).get("type") != "text":
+            raise _refuse("response_format", "The model writes text and cannot be held to a format.")
+        if self.modalities not in (None, [], ["text"]):
+            raise _refuse("modalities", "The model writes text.")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _refuse("top_logprobs", "It is only allowed with logprobs: true.")
+
+
+class CompletionRequest(Generation):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = Field(None, ge=1, le=128)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt  # type: ignore[return-value]
+
+    def check(self) -> None:
+        super().check()
+        if not self.prompt and not isinstance(self.prompt, str):
+            raise _refuse("prompt", "It is an empty list: give a text.")
+        if self.echo:
+            raise _refuse("echo", "This server does not repeat prompts.")
+        if self.suffix:
+            raise _refuse("suffix", "The model only goes on with a text and cannot fill a gap.")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise _refuse("best_of", "This server returns all that it writes: use n alone.")
+
+
+def _refuse(name: str, why: str) -> ApiError:
+    return ApiError(400, f"Unsupported '{name}': {why}", param=name, code="unsupported_parameter")

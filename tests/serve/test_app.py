@@ -1,0 +1,126 @@
+"""What the process tests cannot see: the page's files, several engines, the schema under random requests."""
+
+import asyncio
+
+import httpx
+import pytest
+from live_server import CHAT
+from talkers import HI, byte_tokenizer
+
+from nanorun.chat import conversation
+from nanorun.serve.app import Service, build
+from nanorun.serve.choices import Choice
+from nanorun.serve.metrics import Histogram
+from nanorun.serve.options import Limits, Options
+
+
+@pytest.fixture
+def speaker(trained, monkeypatch):
+    monkeypatch.setenv("NANORUN_HOME", str(trained))
+    with conversation.Speaker(conversation.Options(slots=2, devices=2)) as speaker:
+        yield speaker
+
+
+def visit(app, *requests):
+    async def all_of_them():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
+        ) as http:
+            return await asyncio.gather(*(http.request(*request[:2], **request[2]) for request in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def test_the_page_is_what_lies_in_its_folder_and_may_do_nothing_else(speaker, tmp_path):
+    (tmp_path / "index.html").write_text("<!doctype html><script src=app.js></script>")
+    (tmp_path / "app.js").write_text("1")
+    (tmp_path / ".secret").write_text("no")
+    app = build(Service(speaker, Options()), tmp_path)
+    paths = ("/", "/index.html", "/app.js", "/.secret", "/../x")
+    page, index, script, *others = visit(app, *(("GET", path, {}) for path in paths))
+    assert page.text == index.text
+    assert page.headers["content-type"].startswith("text/html")
+    assert "javascript" in script.headers["content-type"]
+    assert [other.status_code for other in others] == [404, 404]
+    policy = page.headers["content-security-policy"]
+    assert "unsafe" not in policy
+    assert "default-src 'none'" in policy
+
+
+def test_requests_go_to_the_engine_with_least_to_do(speaker):
+    service = Service(speaker, Options(limits=Limits(queue=8)))
+    asked = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    answers = visit(build(service), *[("POST", CHAT, {"json": asked})] * 8)
+    assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == [HI] * 8
+    tokens = [engine.stats.tokens for engine in speaker.engines]
+    assert min(tokens) > 0.3 * sum(tokens), tokens
+
+
+@pytest.mark.parametrize("stops", [(), ("e:",), ("12+",), ("so",), ("42",)])
+def test_a_stream_and_a_whole_reply_say_the_same(speaker, stops):
+    from nanorun.infer.request import Request, Sampling
+    from nanorun.text.chat import render_prompt
+
+    tokenizer = byte_tokenizer()
+    prompt = render_prompt([{"role": "user", "content": "sum"}], tokenizer)
+    request = Request(
+        prompt, Sampling(temperature=0), stop_ids=speaker.stop_ids, stop=stops, tool=speaker.tool, logprobs=1
+    )
+    bits, choice, reply = [], Choice(tokenizer, stops, speaker.stop_ids, chat=True), None
+    for event in speaker.engine.events(request):
+        news = choice.take(event)
+        bits.append(news)
+        reply = event.reply
+    whole = Choice(tokenizer, stops, speaker.stop_ids, chat=True).take_whole(reply)
+    assert [piece for news in bits for piece in news.pieces] == whole.pieces
+    assert [pair for news in bits for pair in news.logprobs] == whole.logprobs
+    assert not any(stop in part["text"] for part in whole.parts for stop in stops if part["type"] != "output")
+    expected = {"e:": "Let me se", "12+": "Let me see: ", "so": "Let me see:  Quite "}
+    assert whole.text == expected.get(stops[0] if stops else "", "Let me see:  Quite so.")
+
+
+def test_a_histogram_counts_up_to_each_bound():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.add(value)
+    lines = list(histogram.lines("x"))
+    assert lines == [
+        'x_bucket{le="1.0"} 2',
+        'x_bucket{le="2.0"} 3',
+        'x_bucket{le="+Inf"} 4',
+        "x_sum 12.000000",
+        "x_count 4",
+    ]
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_random_requests_get_what_the_schema_says(server, mode):
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, Phase, given, settings
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    names = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
+    wanted = [not_a_server_error, *(getattr(checks, name) for name in names)]
+    bounded = settings(
+        max_examples=25,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    for operation in (result.ok() for result in schema.get_all_operations()):
+        if mode == "negative" and operation.method != "post":
+            continue  # nothing can be wrong in it
+
+        def check(case):
+            if isinstance(case.body, dict) and mode == "positive":  # short answers will do
+                case.body["max_tokens"] = 4
+                case.body.pop("max_completion_tokens", None)
+            case.call_and_validate(checks=wanted, timeout=60)
+
+        cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+        bounded(given(case=cases)(check))()
+    server.wait_until(server.idle)
