@@ -728,11 +728,12 @@ def bench_train(
 ) -> None:
     """Tokens/s, MFU, memory and the time to the first step, on real packed data."""
     from nanorun import tables
-    from nanorun.bench.record import keep
+    from nanorun.bench.record import check_path, keep
     from nanorun.bench.train import bench_train
     from nanorun.config import Horizon
     from nanorun.train import base
 
+    check_path(save)
     config = base.configure(
         depth,
         horizon=Horizon(),
@@ -767,8 +768,9 @@ def bench_infer(
     """Time to the first token, ms a step, tokens/s, memory and the share of its bandwidth that is used."""
     from nanorun import tables
     from nanorun.bench.infer import Setting, bench_infer
-    from nanorun.bench.record import keep
+    from nanorun.bench.record import check_path, keep
 
+    check_path(save)
     setting = Setting(
         _numbers(batch), prompt, new, temperature, int8, _speculation(speculate, model, draft), guesses
     )

@@ -12,7 +12,7 @@ is how a variant is made, and `to_dict`/`from_dict` how a run remembers what it 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nanorun.errors import UserError
 
@@ -58,6 +58,10 @@ class ModelConfig:
             raise UserError(
                 f"A model of depth {self.depth}, width {self.dim}, context {self.context} and vocabulary "
                 f"{self.vocab_size} cannot be built."
+            )
+        if not self.windows or set(self.windows) - set("SL"):
+            raise UserError(
+                f"windows is {self.windows!r}: it is made of S (short) and L (long), such as SSSL."
             )
         if self.dim % self.heads or self.heads % self.kv_heads or self.head_dim % 2:
             raise UserError(
@@ -197,6 +201,11 @@ def _build(kind: type, record: Mapping[str, Any]) -> Any:
         wanted = simple.get(hints[name])
         if wanted and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted == (bool,))):
             raise UserError(f"The configuration's {name} is {value!r}, which is not {hints[name].__name__}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"The configuration's {name} is {value}: it must be a number.")
+        choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
+        if choices and value not in choices:
+            raise UserError(f"The configuration's {name} is {value!r}: choose among {', '.join(choices)}.")
     return kind(**record)
 
 

@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nanorun.errors import UserError
+
 
 def record(what: str, **figures: Any) -> dict[str, Any]:
     from nanorun import hardware
@@ -56,9 +58,24 @@ def commit() -> str | None:
     return found.stdout.strip() or None
 
 
+def check_path(path: Path | None) -> None:
+    """Before minutes are spent on what then cannot be kept."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise UserError(
+            f"The result cannot be written to {path}: name a file in a folder that you can write to."
+        )
+
+
 def keep(result: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        found = json.dumps(result, ensure_ascii=False)
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}), so here is the result: {found}"
+        ) from error
 
 
 def save(result: dict[str, Any], path: Path | None) -> None:

@@ -107,12 +107,17 @@ def override(config: Config, model: dict[str, Any], train: dict[str, Any], **nam
 def train_base(config: Config, options: Options) -> dict[str, Any]:
     """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
     name = options.name or f"base-d{config.model.depth}"
+    if config.kind != "base":
+        raise UserError(
+            f"This is the configuration of a run of kind '{config.kind}': train base makes base models."
+        )
     if options.deterministic:
         make_deterministic()
     choose_backends(
         config.model, torch.device(hardware.detect().device), options.backend
     )  # or say what is wrong
-    open_tokenizer(config.tokenizer), open_dataset(config.data)
+    open_dataset(config.data)
+    check_vocabulary(config, open_tokenizer(config.tokenizer))
     if options.track:
         require(options.track)
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
@@ -185,6 +190,14 @@ def train_within_memory(
         found = checkpoint.load_newest(run.checkpoints)
 
 
+def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size != config.model.vocab_size:
+        raise UserError(
+            f"Tokenizer '{tokenizer.name}' has {tokenizer.vocab_size} tokens and the run {config.model.vocab_size}: "
+            "it is not the one the run began with."
+        )
+
+
 class Interrupted(UserError):
     exit_code = 130  # as the shell's, for what was stopped by a signal
 
@@ -209,11 +222,7 @@ def assemble(
     if options.deterministic:
         make_deterministic()
     tokenizer = open_tokenizer(config.tokenizer)
-    if tokenizer.vocab_size != config.model.vocab_size:
-        raise UserError(
-            f"Tokenizer '{tokenizer.name}' has {tokenizer.vocab_size} tokens and the run {config.model.vocab_size}: "
-            "it is not the one the run began with."
-        )
+    check_vocabulary(config, tokenizer)
     compiled = options.compile and device.type == "cuda"
     backends = choose_backends(config.model, device, options.backend, dtype, compiled)
     model = build(config.model, device, dtype, backends, config.train.seed)

@@ -426,3 +426,28 @@ def test_the_tokenizer_of_the_run_must_be_the_one_that_is_here(world):
     assert open_tokenizer("sample").vocab_size == 300
     with pytest.raises(UserError, match="300 tokens and the run 301"):
         train_base(other, Options(name="mismatch", fresh=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("optim", "orthogonalize", "foo"),
+        ("optim", "matrix_rate", float("nan")),
+        ("train", "packing", "foo"),
+        ("model", "windows", "XYZ"),
+        ("model", "detph", 3),
+    ],
+)
+def test_a_configuration_with_a_wrong_value_is_refused_in_a_sentence(part, field, value):
+    record = tiny().to_dict()
+    record[part][field] = value
+    with pytest.raises(UserError, match=field):
+        Config.from_dict(record)
+
+
+def test_what_cannot_be_trained_leaves_no_run_behind(world):
+    wrong = [replace(tiny(), kind="sft"), replace(tiny(), model=replace(tiny().model, vocab_size=99))]
+    for config, reason in zip(wrong, ("kind 'sft'", "99"), strict=True):
+        with pytest.raises(UserError, match=reason):
+            train_base(config, Options(name="nothing"))
+        assert not (world / "runs" / "nothing").exists()
