@@ -142,7 +142,10 @@ def run_summary(summary: dict[str, Any]) -> str:
     shown = table(["run", summary["name"]], rows)
     if "samples" not in summary:
         return shown
-    samples = [f"  {s['prompt']}│ {' '.join(s['text'].split())}" for s in summary["samples"]]
+    samples = [
+        f"  {s['prompt']}│{' ' * s['text'][:1].isspace()}{' '.join(s['text'].split())}"
+        for s in summary["samples"]
+    ]
     return "\n".join([shown, "", "how it goes on after the bar:", *samples])
 
 

@@ -191,8 +191,7 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
-            if step.verdict == "rollback":
-                roll_back(t)
+            if step.verdict == "rollback" and roll_back(t):
                 continue
             minutes = (time.monotonic() - last_save) / 60
             if evaluation_due(t) or t.step % train.save_every == 0 or minutes >= train.save_minutes:
@@ -300,15 +299,16 @@ def begin_from(t: Training, found: checkpoint.Checkpoint, warm: bool) -> None:
         t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
 
 
-def roll_back(t: Training) -> None:
+def roll_back(t: Training) -> bool:
     """Back to the last good weights, and on with the data behind the trouble: the same would come again."""
     found = checkpoint.load_newest(t.run.checkpoints)
     if found is None:
         say(f"step {t.step}: several bad steps in a row and no checkpoint yet; skipping them")
-        return
+        return False
     say(
         f"step {t.step}: several bad steps in a row; back to the weights of step {found.step}, past this data"
     )
     load_weights(t, found)
     t.guard.rolled_back(found.state["guard"])
     t.run.rewind_metrics(found.step)
+    return True
