@@ -31,10 +31,10 @@ from nanorun.bench.record import keep, record
 from nanorun.config import ModelConfig, scale_model
 from nanorun.infer.kernels.attention import Split, attention_out, rope_cache_attention
 from nanorun.infer.kernels.elementwise import relu2_, residual_norm, softcap
-from nanorun.infer.kernels.head import best_of_blocks, head_logits_and_best, pick
-from nanorun.infer.kernels.linear import Matrix, Tile, linear_residual, norm_linear, padded
+from nanorun.infer.kernels.linear import Tile, linear_residual, norm_linear, padded
 from nanorun.infer.kernels.step import Tuning, decode_step, plain_step, tune
 from nanorun.infer.kernels.weights import DecodeWeights, RingCache, Scratch, decode_weights
+from nanorun.infer.weights import Matrix
 from nanorun.model.gpt import build
 
 CUDA = torch.device("cuda")
@@ -208,20 +208,8 @@ def candidates(weights: DecodeWeights, batch: int, context: int, pdl: bool) -> l
             name = f"attention {window}"
             made.append(Candidate(name, label, batch * seen * row_bytes, attend, count, split))
 
-    seeds, warm = torch.arange(batch, device=CUDA), torch.ones(batch, device=CUDA)
     raw, normed = logits.bfloat16(), torch.empty_like(narrow)
-    small: dict[str, Callable[[int], Any]] = {
-        "sample": lambda i: pick(*best_of_blocks(logits, seeds, positions, warm, pdl=pdl), token, pdl=pdl),
-    }
-    if batch <= 8:
-        head = copies_of(VOCAB, width)
-        small["head+sample"] = lambda i: pick(
-            *head_logits_and_best(
-                x, head[i % 2], logits, 15.0, seeds, positions, warm, tile=Tile(16, 256), pdl=pdl
-            ),
-            token,
-            pdl=pdl,
-        )
+    small: dict[str, Callable[[int], Any]] = {}
     if batch > 8:
         small["residual_norm"] = lambda i: residual_norm(x, narrow, extra, normed, pdl=pdl)
         ones = torch.ones_like(h)  # the fixed point of what is done in place

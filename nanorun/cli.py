@@ -12,11 +12,12 @@ import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
 from nanorun import __version__, console
+from nanorun.config import Backend, Dtype
 from nanorun.errors import UserError
 
 app = typer.Typer(
@@ -798,16 +799,16 @@ def _speculation(kind: str | None, model: str | None, draft: str | None) -> Any:
 
 
 def _backend(name: str) -> Any:
-    if name not in ("auto", "plain", "sdpa", "cudnn", "flex", "flash"):
-        raise UserError(
-            f"There is no attention backend '{name}': choose auto, plain, sdpa, cudnn, flex or flash."
-        )
-    return name
+    return _one_of(name, get_args(Backend), "attention backend")
 
 
 def _dtype(name: str) -> Any:
-    if name not in ("auto", "bf16", "fp16", "fp32"):
-        raise UserError(f"There is no dtype '{name}': choose auto, bf16, fp16 or fp32.")
+    return _one_of(name, get_args(Dtype), "dtype")
+
+
+def _one_of(name: str, choices: tuple[str, ...], what: str) -> str:
+    if name not in choices:
+        raise UserError(f"There is no {what} '{name}': choose {', '.join(choices[:-1])} or {choices[-1]}.")
     return name
 
 

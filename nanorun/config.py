@@ -26,6 +26,7 @@ MOST_DECAY = 1.0  # the rule for it was found on real models and leaves all boun
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ the time of a step is the time to read them, and a cast at every token would dou
 `int8=True` keeps matrices and head as int8 with one scale per output row: w ≈ scale · int8, symmetric.
 Half the bytes of bf16, so up to twice the speed where a step is bound by reading weights; embeddings are
 only looked up and stay as they are. Gates and scalars are too few to matter. A weight is off by at most
-half a step of its row's scale, which costs about a thousandth of a bit per byte.
+half a step of its row's scale; `bench infer --model` says what that costs in bits per byte.
 """
 
 import copy
@@ -36,6 +36,10 @@ class Matrix:
 
     weight: Tensor  # (outputs, inputs)
     scale: Tensor | None = None  # (outputs,), fp32
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        weight = self.weight.to(dtype)
+        return weight if self.scale is None else weight * self.scale.to(dtype)[:, None]
 
     @property
     def bytes(self) -> int:

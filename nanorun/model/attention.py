@@ -24,8 +24,6 @@ from nanorun.config import Backend, ModelConfig
 from nanorun.errors import UserError
 from nanorun.model.kernels import flash
 
-FLEX_OPTIONS: Any = None  # of its kernels: tile sizes, warps, stages
-
 # Shapes: B batch, T queries, S keys, H heads, K kv heads, D head dimension.
 
 
@@ -132,9 +130,7 @@ def _flex(
         blocks = _document_blocks(docs, q.size(2), window)
     elif blocks is None:
         blocks = window_blocks(q.size(2), k.size(2), window, q.device)
-    out = flex_attention(
-        q, k, v, block_mask=blocks, enable_gqa=q.size(1) != k.size(1), kernel_options=FLEX_OPTIONS
-    )
+    out = flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) != k.size(1))
     assert isinstance(out, Tensor)
     return out
 

@@ -17,6 +17,8 @@ Weights are fp32 masters; activations are in the dtype given to `GPT` and weight
 used. The model knows nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Literal, cast
 
 import torch
@@ -28,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, window_blocks
 from nanorun.model.kernels import kernels_run_on, rope_norm
-from nanorun.model.loss import can_fuse, chunked_loss, fused_loss, plain_loss
+from nanorun.model.loss import can_fuse, chunked_loss, plain_loss
 
 
 def norm(x: Tensor) -> Tensor:
@@ -136,9 +138,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self._loss = chunked_loss if loss == "chunked" else plain_loss
+        self._loss: Callable[..., Tensor] = chunked_loss if loss == "chunked" else plain_loss
         if kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap):
-            self._loss = fused_loss
+            self._loss = functools.partial(chunked_loss, fused=True)
         backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = nn.Embedding(vocab, config.dim)

@@ -154,19 +154,6 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def fused_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    softcap: float | None,
-    vocab_size: int,
-    reduction: Reduction = "sum",
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """`chunked_loss` by the kernel of model/kernels/softcap_loss.py."""
-    return chunked_loss(x, weight, targets, softcap, vocab_size, reduction, chunk_tokens, fused=True)
-
-
 def can_fuse(softcap: float | None) -> bool:
     return softcap is not None and 0 < softcap <= LARGEST_UNSHIFTED_SOFTCAP
 

@@ -108,7 +108,7 @@ class Delivery:
     def __init__(self, desk: Desk, number: int, samples: int, mailbox: Mailbox) -> None:
         self.begun = time.perf_counter()
         self._desk, self._number, self._samples, self._mailbox = desk, number, samples, mailbox
-        self._left, self._reserved, self._begun_writing = samples, True, False
+        self._left, self._reserved = samples, True
         self._handles: list[Handle] = []
         self._arrived: list[Arrival] = []
         self._ready = asyncio.Event()

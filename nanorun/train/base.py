@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanorun import hardware, plan
-from nanorun.config import Backend, Config, Horizon, scale
+from nanorun.config import Backend, Config, Dtype, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.data.loader import Batch, Loader
@@ -33,8 +33,6 @@ from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import checkpoint, loop
 from nanorun.train.guard import LossScale
 from nanorun.train.track import Tracker, require
-
-Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)

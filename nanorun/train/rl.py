@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanorun import hardware, home
-from nanorun.config import Config
+from nanorun.config import Config, Dtype
 from nanorun.console import say
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
@@ -32,7 +32,7 @@ from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import checkpoint, loop
-from nanorun.train.base import Dtype, Interrupted, compute_dtype, make_deterministic
+from nanorun.train.base import Interrupted, compute_dtype, make_deterministic
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, Verdict
 from nanorun.train.policy import MicroBatch, Sample, micro_batches, policy_loss, token_logprobs
 from nanorun.train.rl_config import OpenTask, RLConfig, configure

@@ -8,10 +8,10 @@ import torch
 from nanorun.config import scale_model
 from nanorun.infer.kernels import attention, linear
 from nanorun.infer.kernels.attention import Heads, Split
-from nanorun.infer.kernels.head import best_of_blocks, head_logits_and_best, pick
-from nanorun.infer.kernels.linear import Matrix, Tile, quantized
+from nanorun.infer.kernels.linear import Tile
 from nanorun.infer.kernels.step import decode_step, plain_step, tune
 from nanorun.infer.kernels.weights import RingCache, Scratch, decode_weights
+from nanorun.infer.weights import Matrix, quantize
 from nanorun.model.gpt import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -38,9 +38,9 @@ def relative_error(fast, truth):
 @pytest.mark.parametrize("inputs", [768, 1280])
 def test_matrix_kernels_agree_with_float64(inputs, batch, dots, int8):
     weight = randn(3 * inputs + 16, inputs) * inputs**-0.5
-    up = quantized(weight) if int8 else Matrix(weight)
+    up = quantize(weight) if int8 else Matrix(weight)
     down_weight = randn(inputs, 4 * inputs, seed=1) * inputs**-0.5
-    down = quantized(down_weight) if int8 else Matrix(down_weight)
+    down = quantize(down_weight) if int8 else Matrix(down_weight)
     x, h = randn(batch, inputs, dtype=torch.float32), randn(batch, 4 * inputs)
     extra = randn(batch, inputs, dtype=torch.float32, seed=2)
     at_once = 4096 // linear.padded(batch)
@@ -219,19 +219,3 @@ def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
             assert relative_error(said, truth) < 1e-2
         else:
             assert torch.equal(said, truth)
-
-
-@torch.no_grad()
-def test_tokens_are_chosen_alike_by_the_head_and_from_its_logits():
-    x, matrix = randn(8, 768, dtype=torch.float32), Matrix(randn(32_768, 768) * 0.05)
-    seeds = torch.arange(8, device="cuda")
-    positions = torch.arange(8, device="cuda", dtype=torch.int32) + 100
-    temperatures = torch.tensor([0.0, 1.0, 0.5, 0.8, 0.0, 2.0, 1.0, 1.0], device="cuda")
-    logits = poison(8, 32_768, dtype=torch.float32)
-    best = head_logits_and_best(x, matrix, logits, 15.0, seeds, positions, temperatures, tile=Tile(16, 256))
-    truth = linear.plain_norm_linear(x.double(), matrix, "softcap", 15.0)
-    assert relative_error(logits, truth) < 1e-3
-    tokens = pick(*best, torch.empty(8, dtype=torch.int32, device="cuda")).clone()
-    again = pick(*best_of_blocks(logits, seeds, positions, temperatures), torch.empty_like(tokens))
-    assert torch.equal(tokens, again)
-    assert torch.equal(tokens[temperatures == 0].long(), logits.argmax(1)[temperatures == 0])

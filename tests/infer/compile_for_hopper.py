@@ -26,10 +26,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from nanorun.config import scale_model
-from nanorun.infer.kernels.head import best_of_blocks, head_logits_and_best, pick
-from nanorun.infer.kernels.linear import Matrix
 from nanorun.infer.kernels.step import decode_step, tune
 from nanorun.infer.kernels.weights import DecodeWeights, RingCache
+from nanorun.infer.weights import Matrix
 
 META = torch.device("meta")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -127,14 +126,7 @@ def main() -> None:
             cache = RingCache.empty(config, batch, torch.bfloat16, META)
             rows = torch.empty(batch, device=META, dtype=torch.int32)
             tuning = replace(tune(config, batch, META, args.int8), pdl=True)
-            logits = decode_step(weights, cache, rows, rows, rows, tuning=tuning)
-            stream, seeds = torch.empty(batch, config.dim, device=META), rows.long()
-            warm = torch.empty(batch, device=META)
-            if tuning.matrices == "rows":
-                head_logits_and_best(
-                    stream, weights.head, logits, 15.0, seeds, rows, warm, tile=tuning.head, pdl=True
-                )
-            pick(*best_of_blocks(logits, seeds, rows, warm, pdl=True), rows, pdl=True)
+            decode_step(weights, cache, rows, rows, rows, tuning=tuning)
             for name, figures in seen.values():
                 print(
                     f"d{depth} B{batch:<4} {name:<24}",

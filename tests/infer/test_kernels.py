@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from nanorun.config import ModelConfig
-from nanorun.infer.kernels import attention, elementwise, embed, head, linear
+from nanorun.infer.kernels import attention, elementwise, embed, linear
 from nanorun.infer.kernels.attention import Heads, Split
-from nanorun.infer.kernels.language import HAVE_TRITON, jit, tl, triton
-from nanorun.infer.kernels.linear import Matrix, Tile, quantized
+from nanorun.infer.kernels.language import HAVE_TRITON, triton
+from nanorun.infer.kernels.linear import Tile
 from nanorun.infer.kernels.step import decode_step, plain_step, tune
 from nanorun.infer.kernels.weights import RingCache, decode_weights
+from nanorun.infer.weights import Matrix, quantize
 from nanorun.model.gpt import build
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,7 +43,7 @@ def relative_error(fast, truth):
 
 def matrices(rows, inputs):
     weight = 0.1 * randn(rows, inputs, seed=5)
-    return {"fp32": Matrix(weight), "bf16": Matrix(weight.bfloat16()), "int8": quantized(weight)}
+    return {"fp32": Matrix(weight), "bf16": Matrix(weight.bfloat16()), "int8": quantize(weight)}
 
 
 # ---- matrices
@@ -86,8 +87,8 @@ def test_linear_residual_agrees_with_float64_and_may_write_over_its_input(batch,
 
 def test_int8_rows_are_within_half_a_step_of_the_weight():
     weight = randn(33, 64)
-    matrix = quantized(weight)
-    assert ((matrix.dense(torch.float32) - weight).abs() <= matrix.scales[:, None] * 0.5001).all()
+    matrix = quantize(weight)
+    assert ((matrix.dense(torch.float32) - weight).abs() <= matrix.scale[:, None] * 0.5001).all()
 
 
 # ---- attention
@@ -242,53 +243,6 @@ def test_residual_and_norm_and_activations_agree_with_float64():
     elementwise.softcap(40 * z, capped, 15.0)
     assert relative_error(capped, elementwise.plain_softcap(40 * z.double(), 15.0)[:, :90]) < EXACT
     assert relative_error(elementwise.relu2_(z), square) < EXACT
-
-
-# ---- choosing a token
-
-
-@jit
-def write_noise(out, seeds, positions, VOCAB: tl.constexpr, PADDED: tl.constexpr):
-    row, token = tl.program_id(0), tl.arange(0, PADDED)
-    noise = head.gumbel(tl.load(seeds + row), tl.load(positions + row).to(tl.int64), token)
-    tl.store(out + row * VOCAB + token, noise, mask=token < VOCAB)
-
-
-@needs_triton
-def test_the_head_and_the_logits_choose_the_same_token_as_the_definition():
-    x, matrix = 2 * randn(3, 96), Matrix(0.2 * randn(70, 96, seed=1))
-    seeds = torch.tensor([5, 5, 2**40 + 1], device=DEVICE)
-    positions = torch.tensor([4, 9, 4], device=DEVICE, dtype=torch.int32)
-    noise = torch.empty(3, 67, device=DEVICE)
-    write_noise[(3,)](noise, seeds, positions, VOCAB=67, PADDED=128)
-    for temperature in (0.0, 1.0, 0.3):
-        warm = torch.tensor([temperature, 1.0, temperature], device=DEVICE)
-        logits = poison(3, 67)
-        best = head.head_logits_and_best(x, matrix, logits, 15.0, seeds, positions, warm, tile=Tile(16, 32))
-        assert (
-            relative_error(logits, linear.plain_norm_linear(x.double(), matrix, "softcap", 15.0)[:, :67])
-            < EXACT
-        )
-        truth = head.plain_pick(logits, noise, warm)
-        tokens = torch.empty(3, dtype=torch.int32, device=DEVICE)
-        assert torch.equal(head.pick(*best, tokens).long(), truth)
-        again = head.best_of_blocks(logits, seeds, positions, warm)
-        assert torch.equal(head.pick(*again, tokens).long(), truth)
-
-
-@needs_triton
-def test_the_largest_of_logits_and_noise_is_distributed_as_softmax():
-    seeds = torch.tensor([0, 1, 2**33], device=DEVICE)
-    positions = torch.tensor([0, 7, 7], device=DEVICE, dtype=torch.int32)
-    noise = poison(3, 8000)
-    write_noise[(3,)](noise, seeds, positions, VOCAB=8000, PADDED=8192)
-    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0], device=DEVICE)
-    drawn = (logits + noise.view(-1, 5)).argmax(1)
-    shares, expected = torch.bincount(drawn, minlength=5) / len(drawn), logits.softmax(0)
-    spread = (expected * (1 - expected) / len(drawn)).sqrt()
-    assert ((shares - expected).abs() < 4 * spread + 1e-6).all(), (shares, expected)
-    assert abs(torch.corrcoef(noise)[0, 1]) < 0.05
-    assert abs(torch.corrcoef(noise)[1, 2]) < 0.05
 
 
 # ---- the whole step

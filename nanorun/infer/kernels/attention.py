@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from nanorun.infer.kernels.language import dot_dtype, jit, let_next_start, tl, triton, wait_for_previous
-from nanorun.infer.kernels.linear import EPS, Matrix, Tile, store_residual
+from nanorun.infer.kernels.linear import EPS, Tile, store_residual
+from nanorun.infer.weights import Matrix
 
 MOST_SCORE = 60.0  # e^60 · 2^17 keys is still far inside fp32 and bf16
 
@@ -379,9 +380,9 @@ def attention_out(
     batch, heads, splits, head_dim = partial.shape
     rows = matrix.weight.size(0)
     _attention_out[(triton.cdiv(rows, tile.rows),)](
-        partial, totals, matrix.weight, matrix.scales, x, out, rows,
+        partial, totals, matrix.weight, matrix.scale, x, out, rows,
         B=batch, HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), HEAD_DIM=head_dim, SPLITS=splits,
-        SCALED=matrix.scales is not None, ROWS=tile.rows, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        SCALED=matrix.scale is not None, ROWS=tile.rows, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -32,27 +32,10 @@ from nanorun.infer.kernels.language import (
     triton,
     wait_for_previous,
 )
+from nanorun.infer.weights import Matrix
 
 EPS = NORM_EPSILON
 Activation = Literal["none", "relu2", "softcap"]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A weight (rows, inputs), and its rows' scales when it is int8."""
-
-    weight: Tensor
-    scales: Tensor | None = None
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        weight = self.weight.to(dtype)
-        return weight if self.scales is None else weight * self.scales.to(dtype)[:, None]
-
-
-def quantized(weight: Tensor) -> Matrix:
-    """int8 with a scale for each row."""
-    scales = weight.float().abs().amax(1).clamp(min=1e-12) / 127
-    return Matrix((weight.float() / scales[:, None]).round().to(torch.int8), scales)
 
 
 @dataclass(frozen=True)
@@ -302,7 +285,7 @@ def norm_linear(
 ) -> Tensor:
     """y[:, :rows] = activation(norm(x) · Wᵀ) for x (B, inputs); `rows` leaves the matrix's last rows out."""
     batch, inputs = x.shape
-    weight, scales = matrix.weight, matrix.scales
+    weight, scales = matrix.weight, matrix.scale
     rows = weight.size(0) if rows is None else rows
     wide = largest_power_of_two_in(inputs, tile.inputs)
     grid = (triton.cdiv(rows, tile.rows),)
@@ -344,7 +327,7 @@ def linear_residual(
 ) -> Tensor:
     """out = a·(x + h·Wᵀ) + b·extra, and keep = x + h·Wᵀ; out may be x itself."""
     batch, inputs = h.shape
-    weight, scales = matrix.weight, matrix.scales
+    weight, scales = matrix.weight, matrix.scale
     rows = weight.size(0)
     wide = largest_power_of_two_in(inputs, tile.inputs)
     grid = (triton.cdiv(rows, tile.rows),)

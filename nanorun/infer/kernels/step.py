@@ -136,7 +136,7 @@ def decode_step(
     """
     require_triton()
     batch = tokens.size(0)
-    tuning = tuning or tune(weights.config, batch, tokens.device, weights.head.scales is not None)
+    tuning = tuning or tune(weights.config, batch, tokens.device, weights.head.scale is not None)
     scratch = scratch or Scratch(weights, batch, tuning.most_splits)
     stream_scale = weights.lambdas[0] + weights.mus[0]  # the first layer's mix of x0 with itself
     embed(

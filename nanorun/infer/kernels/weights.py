@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from nanorun.config import ModelConfig
-from nanorun.infer import weights as engine
 from nanorun.infer.kernels.attention import Heads
-from nanorun.infer.kernels.linear import Matrix
+from nanorun.infer.weights import Matrix, Weights
 from nanorun.model.gpt import GPT
 
 
@@ -46,11 +45,8 @@ class DecodeWeights:
         return plain + config.kv_heads * (layer in self.value_embeds)
 
     @staticmethod
-    def of(weights: engine.Weights) -> "DecodeWeights":
+    def of(weights: Weights) -> "DecodeWeights":
         config, layers = weights.config, weights.layers
-
-        def matrix(given: engine.Matrix) -> Matrix:
-            return Matrix(given.weight, given.scale)
 
         mixing = weights.mixing.tolist() if weights.mixing is not None else [(1.0, 0.0)] * config.depth
         values = {i: layer.value for i, layer in enumerate(layers) if layer.value is not None}
@@ -60,11 +56,11 @@ class DecodeWeights:
             embed=weights.embed,
             smear=weights.smear,
             value_embeds={i: weights.values[:, at] for i, at in values.items() if weights.values is not None},
-            qkv=tuple(matrix(layer.qkv) for layer in layers),
-            out=tuple(matrix(layer.out) for layer in layers),
-            up=tuple(matrix(layer.up) for layer in layers),
-            down=tuple(matrix(layer.down) for layer in layers),
-            head=matrix(weights.head),
+            qkv=tuple(layer.qkv for layer in layers),
+            out=tuple(layer.out for layer in layers),
+            up=tuple(layer.up for layer in layers),
+            down=tuple(layer.down for layer in layers),
+            head=weights.head,
             lambdas=tuple(row[0] for row in mixing),
             mus=tuple(row[1] for row in mixing),
             backout=float(weights.backout) if weights.backout is not None else 0.0,
@@ -74,7 +70,7 @@ class DecodeWeights:
 
 
 def decode_weights(model: GPT, dtype: torch.dtype, *, int8: bool = False) -> DecodeWeights:
-    return DecodeWeights.of(engine.Weights.of(model, dtype, int8))
+    return DecodeWeights.of(Weights.of(model, dtype, int8))
 
 
 @dataclass(frozen=True)
