@@ -74,6 +74,7 @@ def test_a_second_signal_ends_it_at_once(narrow):
         narrow.wait_until(lambda: narrow.http.get("/health").status_code == 503)
         narrow.process.send_signal(signal.SIGINT)
         narrow.process.wait(10)
+    assert narrow.process.poll() is not None
 
 
 @contextlib.contextmanager
