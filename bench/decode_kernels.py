@@ -216,6 +216,7 @@ def candidates(weights: DecodeWeights, batch: int, context: int, pdl: bool) -> l
         small["relu2"] = lambda i: relu2_(ones, pdl=pdl)
         small["softcap"] = lambda i: softcap(raw, logits, 15.0, pdl=pdl)
     made += [Candidate(name, "", 0, call, 20) for name, call in small.items()]
+    torch.cuda.synchronize()  # a kernel launched ahead reads slots and positions before it waits for anyone
     return made
 
 
@@ -284,11 +285,12 @@ def step_bytes(config: ModelConfig, batch: int, context: int) -> int:
 def tunings(config: ModelConfig, batch: int) -> dict[str, Tuning]:
     base = tune(config, batch, CUDA)
     ways: dict[str, Tuning] = {"default": base, "default, no PDL": replace(base, pdl=False)}
-    if batch == 8:
-        ways["tiles"] = replace(tune(config, 9, CUDA), splits=base.splits)
-    if 8 <= batch <= 64:
-        ways["cublas"] = replace(base, matrices="cublas")
-    return ways
+    if batch <= 8:
+        ways["rows"] = replace(tune(config, 1, CUDA), splits=base.splits)
+    if 4 <= batch <= 64:
+        ways["tiles"] = replace(tune(config, batch, CUDA, int8=True), splits=base.splits, matrices="tiles")
+        ways["cublas"] = replace(tune(config, 128, CUDA), splits=base.splits)
+    return {way: t for way, t in ways.items() if way.startswith("default") or t.matrices != base.matrices}
 
 
 def measure(

@@ -3,10 +3,11 @@
     python bench/gpu_pipeline.py WORK --minutes 25 [--stages pretrain,sft] [--tokens 180000000]
 
 WORK is a NANORUN_HOME that already holds the text (`shared`, tokenized as `shared-shared-32768`, tokenizer
-`shared-32768`) and the tasks' files (`tasks/`). Each stage is one or more commands of nanorun itself; what it prints
-goes to WORK/results/STAGE.log, figures to WORK/results/*.json. A stage that is done is not done again, and one
-that would not end within the minutes left is not begun. The last line printed is a JSON object: seconds and exit
-code of every stage.
+`shared-32768`), the tasks' files (`tasks/`) and the CORE bundle (`core.tar.xz`). Each stage is one or more
+commands of nanorun itself; what it prints goes to WORK/results/STAGE.log (of its second command to
+STAGE-1.log), figures to WORK/results/*.json. A stage that is done is not done again, and one that would not
+end within the minutes left is not begun. The last line printed is a JSON object: seconds and exit code of
+every stage.
 """
 
 import argparse
@@ -19,6 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is 12 + 30?",
+    "Tell me about the moon in two sentences.",
+    "Write a short poem about the sea.",
+    "How do I make a cup of tea?",
+    "Spell the word lantern.",
+)
 DATA = ["--data", "shared-shared-32768", "--tokenizer", "shared-32768"]
 
 
@@ -43,7 +52,10 @@ def stages(results: Path, tokens: int) -> list[Stage]:
 
     def chat_core(model: str) -> tuple[str, ...]:
         answers = str(results / f"answers-{model}.jsonl")
-        return nanorun("eval", "chat", "--model", model, "--max-per-task", "200", "--keep", answers, "--json")
+        few = ("--max-per-task", "256", "--max-tokens", "256", "--batch", "256")
+        return nanorun("eval", "chat", "--model", model, *few, "--keep", answers, "--json")
+
+    bundle = ("--bundle", str(results.parent / "core.tar.xz"))
 
     infer = ("bench", "infer", "--model", "d12", "--prompt", "1024", "--new", "256")
     return [
@@ -82,54 +94,83 @@ def stages(results: Path, tokens: int) -> list[Stage]:
                 ),
             ),
         ),
-        Stage("infer-d12", 60, (nanorun("bench", "infer", "--depth", "12", *kept("infer-d12-h200")),)),
-        Stage("infer-d20", 70, (nanorun("bench", "infer", "--depth", "20", *kept("infer-d20-h200")),)),
-        Stage("infer-int8", 60, (nanorun(*infer, "--int8", *kept("infer-d12-int8-h200")),)),
+        # What learns and what only answers may share the GPU: neither is timed.
         Stage(
-            "infer-lookup", 60, (nanorun(*infer, "--speculate", "lookup", *kept("infer-d12-lookup-h200")),)
+            "sft",
+            130,
+            (
+                nanorun("train", "sft", "--from", "d12", "--name", "d12-sft", "--epochs", "3", "--json"),
+                chat_core("d12"),
+            ),
         ),
-        Stage("chat-base", 60, (chat_core("d12"),)),
-        Stage("sft", 200, (nanorun("train", "sft", "--from", "d12", "--name", "d12-sft", "--json"),)),
-        Stage("chat-sft", 60, (chat_core("d12-sft"),)),
         Stage(
             "rl",
-            240,
+            170,
             (
                 nanorun(
-                    "train",
-                    "rl",
-                    "--from",
-                    "d12-sft",
-                    "--name",
-                    "d12-rl",
-                    "--task",
-                    "gsm8k",
-                    "--steps",
-                    "60",
-                    "--json",
+                    *("train", "rl", "--from", "d12-sft", "--name", "d12-rl", "--task", "gsm8k"),
+                    *("--task", "spelling", "--steps", "50", "--max-tokens", "192", "--json"),
+                ),
+                chat_core("d12-sft"),
+            ),
+        ),
+        Stage(
+            "answers",
+            60,
+            (
+                chat_core("d12-rl"),
+                *(
+                    nanorun("chat", "--model", "d12-rl", "--temperature", "0.7", "--seed", "1", "-p", text)
+                    for text in QUESTIONS
                 ),
             ),
         ),
-        Stage("chat-rl", 60, (chat_core("d12-rl"),)),
-        Stage("core", 120, (nanorun("eval", "core", "--model", "d12", "--json"),)),
+        Stage("infer-d12", 40, (nanorun("bench", "infer", "--depth", "12", *kept("infer-d12-h200")),)),
+        Stage("infer-d20", 50, (nanorun("bench", "infer", "--depth", "20", *kept("infer-d20-h200")),)),
+        Stage("infer-trained", 40, (nanorun(*infer, *kept("infer-d12-trained-h200")),)),
+        Stage("infer-int8", 40, (nanorun(*infer, "--int8", *kept("infer-d12-int8-h200")),)),
+        Stage(
+            "infer-lookup", 40, (nanorun(*infer, "--speculate", "lookup", *kept("infer-d12-lookup-h200")),)
+        ),
+        Stage(
+            "core",
+            60,
+            (
+                nanorun(
+                    *("eval", "core", "--model", "d12", *bundle, *kept("core-d12-h200")),
+                    *("--plot", str(results / "core-d12.png")),
+                ),
+            ),
+        ),
+        Stage(
+            "core-speed",
+            80,
+            (
+                (
+                    *(sys.executable, "bench/core.py", "--model", "d12", *bundle, "--slow-per-task", "30"),
+                    *("--save", str(results / "core-speed-d12-h200.json")),
+                ),
+            ),
+        ),
     ]
 
 
 def run(stage: Stage, work: Path, results: Path) -> tuple[int, float]:
     begin = time.monotonic()
     env = {**os.environ, "NANORUN_HOME": str(work), "PYTHONUNBUFFERED": "1"}
-    with (results / f"{stage.name}.log").open("wb") as log:
-        children = [
-            subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-            for command in stage.commands
-        ]
-        codes = []
-        for child in children:
-            try:
-                codes.append(child.wait(max(1.5 * stage.seconds - (time.monotonic() - begin), 1)))
-            except subprocess.TimeoutExpired:
-                child.terminate()
-                codes.append(child.wait(30))
+    children = []
+    for i, command in enumerate(stage.commands):
+        with (results / f"{stage.name}{f'-{i}' if i else ''}.log").open("wb") as log:
+            children.append(
+                subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+            )
+    codes = []
+    for child in children:
+        try:
+            codes.append(child.wait(max(1.5 * stage.seconds - (time.monotonic() - begin), 1)))
+        except subprocess.TimeoutExpired:
+            child.terminate()
+            codes.append(child.wait(30))
     return max(codes, key=abs), time.monotonic() - begin
 
 

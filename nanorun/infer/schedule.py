@@ -34,7 +34,7 @@ from nanorun.infer.request import MOST_TOP_LOGPROBS, Finish, Logprobs, Reply
 from nanorun.infer.sampling import Pick, Plan, Rules, draw
 from nanorun.infer.slots import Slots
 from nanorun.infer.speculate import Draft, Drafter, Lookup
-from nanorun.infer.step import Flight, Landed, Row, Stepper
+from nanorun.infer.step import Flight, Landed, Row, Settle, Stepper
 from nanorun.infer.weights import Weights
 from nanorun.model.gpt import GPT
 from nanorun.model.kernels import kernels_run_on
@@ -121,6 +121,7 @@ class Scheduler:
             drafter,
             self._pick,
             graphs=cuda and settings.graphs,
+            settle=_greedy_end(device),
         )
         self._run_ahead = cuda if settings.run_ahead is None else settings.run_ahead
         self._chunk = settings.prefill_tokens or (8192 if cuda else 512)
@@ -326,6 +327,14 @@ def _fastest(device: torch.device, compiling: str, speculates: bool) -> Decoder:
 
         return by_kernels
     return compiled_plain if compiling == "decode" else plain
+
+
+def _greedy_end(device: torch.device) -> Settle | None:
+    if not kernels_run_on(device):
+        return None
+    from nanorun.infer.kernels.decoder import greedy_end
+
+    return greedy_end(device)
 
 
 def _logprobs(landed: Landed, row: int, sample: Progress) -> list[Logprobs] | None:

@@ -9,7 +9,7 @@ A graph is captured for each batch size in 1, 2, 4, 8, … and each `Plan`, when
 A batch in between is filled up with the scratch slot. On the CPU the same function runs as it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from nanorun.infer.forward import Decode
 from nanorun.infer.sampling import FLOATS, INTS, Pick, Plan, Rules, draw, sample
 from nanorun.infer.speculate import Drafter
 
+Settle = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, slots, table: kernels/settle.py
 Outputs = tuple[Tensor, ...]  # counts and tokens (B, 1 + g); log-probabilities (B, g, 2); top (B, g, n), ids
 
 
@@ -81,8 +82,12 @@ class Stepper:
         drafter: Drafter | None = None,
         pick: Pick = draw,
         graphs: bool = False,
+        settle: Settle | None = None,
     ) -> None:
         self.decode, self.cache, self.drafter, self.pick = decode, cache, drafter, pick
+        self.settle = (
+            settle if drafter is None else None
+        )  # the end of a greedy step, where there is a kernel for it
         self.last = context - 1  # a token there is chosen but never read: nothing may follow it
         self.tokens_per_row = 1 + (drafter.width if drafter else 0)
         device = cache.tokens.device
@@ -127,6 +132,9 @@ class Stepper:
                     self._captured(bucket(batch), plan)
 
     def _step(self, slots: Tensor, plan: Plan, longest: int | None) -> Outputs:
+        if self.settle is not None and plan == Plan():
+            positions, pending = self._ints[:2].index_select(1, slots)
+            return (self.settle(self.decode(slots, pending, positions, longest), slots, self._ints),)
         ints, floats = self._ints.index_select(1, slots), self._floats.index_select(1, slots)
         positions, pending, limit = ints[:3]
         rules, width = Rules.unpacked(ints[3:], floats), self.tokens_per_row

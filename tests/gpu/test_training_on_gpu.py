@@ -93,7 +93,8 @@ def test_sixteen_bits_learn_as_fp32_does(world, monkeypatch, dtype):
     monkeypatch.setenv("NANORUN_HOME", str(world))
     losses = {}
     for kind in ("fp32", dtype):
-        summary = base.train_base(small(30), Options(name=f"as-{kind}", fresh=True, dtype=kind, samples=2))
+        options = Options(name=f"as-{kind}", fresh=True, dtype=kind, samples=2, compile=kind != "fp32")
+        summary = base.train_base(small(30), options)
         losses[kind] = [r["loss"] for r in read_metrics(world / "runs" / f"as-{kind}") if r["kind"] == "step"]
         assert summary["samples"][0]["text"]
     # Only the first steps: then rounding is amplified (Adam makes full steps of gradients that are zero at first).

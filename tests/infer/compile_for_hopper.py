@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from nanorun.config import scale_model
+from nanorun.infer.kernels.settle import settle
 from nanorun.infer.kernels.step import decode_step, tune
 from nanorun.infer.kernels.weights import DecodeWeights, RingCache
 from nanorun.infer.weights import Matrix
@@ -126,7 +127,8 @@ def main() -> None:
             cache = RingCache.empty(config, batch, torch.bfloat16, META)
             rows = torch.empty(batch, device=META, dtype=torch.int32)
             tuning = replace(tune(config, batch, META, args.int8), pdl=True)
-            decode_step(weights, cache, rows, rows, rows, tuning=tuning)
+            logits = decode_step(weights, cache, rows, rows, rows, tuning=tuning)
+            settle(logits, rows.long(), torch.zeros(5, batch, device=META, dtype=torch.long), pdl=True)
             for name, figures in seen.values():
                 print(
                     f"d{depth} B{batch:<4} {name:<24}",

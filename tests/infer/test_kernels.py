@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanorun.config import ModelConfig
-from nanorun.infer.kernels import attention, elementwise, embed, linear
+from nanorun.infer.kernels import attention, elementwise, embed, linear, settle
 from nanorun.infer.kernels.attention import Heads, Split
 from nanorun.infer.kernels.language import HAVE_TRITON, triton
 from nanorun.infer.kernels.linear import Tile
@@ -227,6 +227,22 @@ def test_embedding_sees_the_token_before_it_in_its_own_slot(smear):
     assert relative_error(start, truth) < EXACT
     assert relative_error(stream, 1.3 * truth) < EXACT
     assert torch.equal(history, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("vocab", [500, 40_000])
+def test_a_greedy_step_ends_as_by_the_plain_operations(vocab):
+    logits = randn(4, vocab)
+    logits[1, 7] = logits[1, vocab - 1] = logits[1, 300] = 50.0  # the first of equals
+    logits[2] = float("nan")
+    slots = torch.tensor([3, 0, 2, 4], device=DEVICE)
+    table = torch.tensor([[5, 9, 9, 9, 0], [1, 1, 1, 1, 1], [8, 9, 9, 9, 0], [7, 7, 7, 7, 7]], device=DEVICE)
+    expected_table = table.clone()
+    expected = settle.plain_settle(logits.nan_to_num(), slots, expected_table)
+    assert torch.equal(settle.settle(logits, slots, table), expected)
+    assert torch.equal(table, expected_table)
+    assert expected[1].tolist() == [1, 7]
+    assert table[:2, 4].tolist() == [0, expected[3, 1]], "a slot that may not grow"
 
 
 @needs_triton

@@ -2,9 +2,9 @@
 
 Three ways to do the matrices, by how many rows share them (`tune` chooses):
 
-    rows    1 to 8      a kernel that has whole matrix rows in registers; five kernels a layer
-    tiles   up to 64    the same five kernels with tensor cores
+    rows    1 to 4      a kernel that has whole matrix rows in registers; five kernels a layer
     cublas  above       torch.mm, with norms, ReLU² and residuals in small kernels between
+    tiles   int8        the same five kernels with tensor cores
 
 The elementwise end of a layer belongs to the kernel that writes the stream: after the MLP that is
 λ·x + μ·x0 for the next layer, after the last layer the subtraction of the middle. Nothing here waits for
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nanorun.config import ModelConfig
 from nanorun.infer.kernels.attention import (
+    MOST_SCORE,
     Split,
     attention_out,
     combine,
@@ -62,9 +63,18 @@ class Tuning:
         return max(split.splits for split in self.splits.values())
 
 
+def fits(config: ModelConfig) -> bool:
+    """Whether the kernels take a model of this shape: tiles have sides that are powers of two."""
+    head, score = config.head_dim, config.qk_gain**2 * config.head_dim**0.5
+    group = config.heads // config.kv_heads
+    return (
+        head >= 16 and head & (head - 1) == 0 and config.dim % 16 == 0 and group <= 16 and score <= MOST_SCORE
+    )
+
+
 def tune(config: ModelConfig, batch: int, device: torch.device, int8: bool = False) -> Tuning:
     pdl = pdl_works(device)
-    few = batch <= 8
+    few = batch <= (8 if int8 else 4)
     splits = {}
     for window in {config.window(layer) for layer in range(config.depth)}:
         wanted = -(-PROGRAMS_WANTED // (batch * config.kv_heads))
@@ -80,7 +90,7 @@ def tune(config: ModelConfig, batch: int, device: torch.device, int8: bool = Fal
     at_once = 4096 // padded(batch)  # inputs of a stage: a norm keeps the squares of all rows in registers
     tile = Tile(rows=16, inputs=at_once, stages=4)
     deep, head = replace(tile, inputs=2 * at_once), Tile(rows=64, inputs=min(at_once, 128), stages=4)
-    matrices: Literal["tiles", "cublas"] = "tiles" if int8 or batch <= 64 else "cublas"
+    matrices: Literal["tiles", "cublas"] = "tiles" if int8 else "cublas"
     return Tuning(matrices, tile, tile, tile, deep, head, splits, pdl)
 
 
