@@ -32,8 +32,9 @@ def _settle(logits, slots, table, out, vocab, columns, logits_stride, BLOCK: tl.
     where = tl.full([BLOCK], 0, tl.int32)
     for first in tl.range(0, vocab, BLOCK):
         value = tl.load(logits + row * logits_stride + first + i, mask=first + i < vocab, other=float("-inf"))
-        where = tl.where(value > best, first + i, where)
-        best = tl.maximum(value, best)
+        larger = value > best  # never so for what is not a number
+        where = tl.where(larger, first + i, where)
+        best = tl.where(larger, value, best)
     top = tl.max(best, 0)
     chosen = tl.min(
         tl.where(best == top, where, vocab - 1), 0
