@@ -108,9 +108,15 @@ def splits_to_try(batch: int) -> list[Split]:
     if batch <= 8:
         few, some, many = (4, 8, 16) if batch == 1 else (1, 2, 4)
         wide = [Split(count, 64, 4, 2, preload=True) for count in (some, few, many)]
-        return [*wide, Split(few, 128, 8, 2, preload=True)]
+        dots = [Split(count, 64, 4, 2, preload=True, dots=True) for count in (some, many)]
+        return [
+            *wide,
+            *dots,
+            Split(some, 64, 8, 2, preload=True),
+            Split(many, 32, 4, 2, preload=True, dots=True),
+        ]
     if batch < 100:
-        return [Split(1, 64, 4, 3), Split(2, 64, 4, 3), Split(4, 64, 4, 3), Split(2, 64, 4, 3, dots=True)]
+        return [Split(count, 64, 4, 3, dots=dots) for count in (1, 2, 4) for dots in (False, True)]
     shapes = [(64, 4, 3, False), (64, 4, 3, True), (64, 4, 4, True), (32, 4, 5, False), (128, 8, 3, False)]
     return [Split(1, keys, warps, stages, dots=dots) for keys, warps, stages, dots in shapes]
 

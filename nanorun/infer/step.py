@@ -124,6 +124,7 @@ class Stepper:
         self.decode = decode
         if self._graphs is not None:
             self._graphs.clear()
+            self._pool = None  # with the last of its graphs it is gone
 
     def warm(self, batches: Sequence[int], plans: Sequence[Plan]) -> None:
         for batch in batches:

@@ -82,7 +82,7 @@ def tune(config: ModelConfig, batch: int, device: torch.device, int8: bool = Fal
         count = 1
         while count < min(wanted, blocks, MOST_SPLITS):
             count *= 2
-        splits[window] = Split(count, KEYS_PER_BLOCK, stages=2 if few else 3, preload=few)
+        splits[window] = Split(count, KEYS_PER_BLOCK, stages=2 if few else 3, preload=few, dots=not few)
     if few:
         narrow, wide = Tile(rows=4, inputs=256), Tile(rows=16, inputs=256)
         out = replace(narrow, warps=4 if config.heads <= 8 else 8)  # a warp has one or two heads there
