@@ -39,11 +39,15 @@ def size(n: float) -> str:
 
 
 def seconds(s: float) -> str:
-    if s < 60:
+    """A length of time for people, in its two largest units: '2 min 05 s', '1 h 30 min', '1 d 12 h'."""
+    if s < 59.95:
         return f"{s:.1f} s"
-    minutes, rest = divmod(round(s), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    if s < 3599.5:
+        return "{} min {:02d} s".format(*divmod(round(s), 60))
+    if s < 86_370:
+        return "{} h {:02d} min".format(*divmod(round(s / 60), 60))
+    days, hours = divmod(round(s / 3600), 24)
+    return f"{days} d {hours} h" if days < 10 else f"{days:,} d"
 
 
 class Progress:
