@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,40 @@ def test_training_in_an_empty_home_builds_the_sample_world_first(home):
         config.write_text(json.dumps({**record, "model": {**record["model"], **change}}))
         assert words in complaint(home, "train", "base", "--config", config, "--name", "third")
     assert not (home / "runs" / "third").exists()
+
+
+@pytest.fixture
+def small_world(home) -> Path:
+    """A home with a little data and a tokenizer of 300 tokens."""
+    nanorun(home, "data", "get", "sample", "--size", "20kB")
+    nanorun(home, "tok", "train", "--vocab", "300", "--name", "small")
+    return home
+
+
+def test_a_run_of_many_days_is_refused_before_anything_starts_unless_it_is_meant(small_world):
+    sentence = complaint(small_world, "train", "base", "--depth", "14")
+    assert re.search(r"about [\d,]+ d .*--depth \d+, about .*--yes", sentence), sentence
+    assert not (small_world / "runs").exists()
+    meant = subprocess.Popen(
+        [sys.executable, "-m", "nanorun", "train", "base", "--depth", "14", "--yes"],
+        cwd=ROOT,
+        env={**os.environ, "NANORUN_HOME": str(small_world)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert re.search(r"about [\d,]+ d by the plan", meant.stderr.readline())
+    meant.kill()
+    meant.communicate()
+
+
+def test_a_plan_takes_the_newest_tokenizer_and_says_so(small_world, tmp_path):
+    assert "of 'small', the newest" in nanorun(small_world, "plan", "--gpu", "h100").stdout
+    assert last_json(nanorun(small_world, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 300
+    asked = last_json(nanorun(small_world, "plan", "--gpu", "h100", "--vocab", "500", "--json"))
+    assert asked["vocab_size"] == 500
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no tokenizer here yet" in nanorun(empty, "plan", "--gpu", "h100").stdout
 
 
 def test_from_own_text_to_tokens_through_the_command_line(home, corpus):

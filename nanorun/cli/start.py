@@ -44,7 +44,10 @@ def doctor(as_json: Json = False) -> None:
 @app.command(epilog=example("nanorun plan --depth 24 --gpu h100 --gpus 8"))
 def plan(
     depth: Depth = 12,
-    vocab: Annotated[int, typer.Option(min=2, help="Tokens in the vocabulary.")] = 32768,
+    vocab: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens in the vocabulary (default: the newest tokenizer's, else 32768)."),
+    ] = None,
     context: Context = 2048,
     ratio: Ratio = None,
     tokens: Tokens = None,
@@ -59,10 +62,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Parameters, tokens, memory, minutes and cost of a run, before anything starts."""
-    from nanorun.config import Horizon, scale
-    from nanorun.plan import make_plan, plan_record, plan_table
+    from nanorun.config import Horizon
+    from nanorun.plan import plan_here, plan_record, plan_table
 
     horizon = Horizon(ratio, tokens, flops, steps)
-    config = scale(depth, vocab, context=context, horizon=horizon, batch_tokens=batch_tokens)
-    made = make_plan(config, gpu, gpus, device_batch)
+    made = plan_here(depth, vocab, context, horizon, batch_tokens, gpu, gpus, device_batch)
     show(plan_record(made), as_json, plan_table(made))

@@ -1,11 +1,14 @@
 """`nanorun train`: base, sft, rl."""
 
 import functools
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from nanorun import console
 from nanorun.cli.options import (
     BackendName,
     BatchTokens,
@@ -63,11 +66,13 @@ def train_base(
     ] = None,
     track: Track = None,
     fresh: Fresh = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Also where the plan says more than a day.")] = False,
     as_json: Json = False,
 ) -> None:
     """Pretrains a model. A run whose folder exists goes on where it stopped."""
     from nanorun import tables
     from nanorun.config import Horizon
+    from nanorun.plan import TooLong
     from nanorun.train import base
 
     options = run_options(name, fresh, device_batch, attention, dtype, compiled, deterministic, track)
@@ -95,7 +100,15 @@ def train_base(
             model_changes={"recompute": recompute},
             train_changes={key: value for key, value in train.items() if value is not None},
         )
-    summary = base.train_base(config, options)
+    try:
+        summary = base.train_base(config, replace(options, longest_days=None if yes else 1.0))
+    except TooLong as error:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        console.say(str(error))
+        if not typer.confirm("Train it all the same?", err=True):
+            raise typer.Exit(2) from None
+        summary = base.train_base(config, options)
     show(summary, as_json, tables.run_summary(summary))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import hardware, plan
+from nanorun import hardware, home, plan
 from nanorun.config import Backend, Config, Dtype, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
@@ -48,6 +48,7 @@ class Options:
     deterministic: bool = False
     track: str | None = None
     samples: int = 10
+    longest_days: float | None = None  # a new run that would take longer by the plan is refused
 
 
 def configure(
@@ -118,6 +119,10 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
     check_vocabulary(config, open_tokenizer(config.tokenizer))
     if options.track:
         require(options.track)
+    begun = not options.fresh and checkpoint.steps(home.runs_dir() / name / "checkpoints")
+    made = None if begun else make_plan(config, options)
+    if made is not None and options.longest_days is not None:
+        plan.refuse_longer_than(options.longest_days, made)
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
@@ -126,16 +131,24 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
             say(f"run '{name}' is finished already, at step {found.step}")
             summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
             return summary
-        planned = plan.plan_record(plan.make_plan(config, device_batch=options.device_batch))
+        made = made or make_plan(config, options)
+        planned = plan.plan_record(made)
         write_json(run.folder / "plan.json", planned)
+        left = 1 - found.step / config.train.steps if found is not None else 1
         say(
-            f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {planned['gpu']}: about "
-            f"{seconds(60 * planned['minutes'])} by the plan"
+            f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {made.gpu.name}: about "
+            f"{seconds(left * made.seconds)}{' more' if left < 1 else ''} by the plan"
         )
         training, finished = train_within_memory(config, run, options, found)
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
         return finish(training, options, planned)
+
+
+def make_plan(config: Config, options: Options) -> plan.Plan:
+    """What to expect of this run on this machine, with the validation text that is here."""
+    there = plan.validation_tokens(open_dataset(config.data), open_tokenizer(config.tokenizer))
+    return plan.make_plan(config, device_batch=options.device_batch, validation_tokens=there)
 
 
 @dataclass(frozen=True)
@@ -291,11 +304,11 @@ def make_deterministic() -> None:
 
 def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
     """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
-    found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
-    found = found or hardware.this_gpu()
-    wanted = plan.comfortable_rows(config.model, found)
+    wanted = plan.comfortable_rows(config.model, machine.device)
     if machine.device == "cpu":
         return wanted
+    found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
+    found = found or hardware.this_gpu()
     fits = plan.largest_batch(config.model, found, 1, config.model.recompute)
     if fits < 1:
         raise UserError(
