@@ -103,7 +103,7 @@ def test_training_in_an_empty_home_builds_the_sample_world_first(home):
     assert again["steps"] == 3
     record = json.loads(config.read_text())
     for change, words in (
-        ({"depth": "x"}, "depth is 'x'"),
+        ({"depth": "x"}, 'depth is "x": it must be a whole number'),
         ({"heads": 3}, "evenly"),
         ({"kv_heads": 0}, "cannot be built"),
     ):

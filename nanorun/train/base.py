@@ -20,7 +20,7 @@ from nanorun.data.loader import Batch, Loader
 from nanorun.data.packing import Packing
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import ConversationSource, Source, open_source
-from nanorun.errors import UserError
+from nanorun.errors import UserError, json_fault
 from nanorun.evals.bpb import BpbResult, evaluate_bpb
 from nanorun.infer.plain import generate
 from nanorun.model.attention import choose_backends
@@ -88,7 +88,7 @@ def read_config(path: Path) -> Config:
     except OSError as error:
         raise UserError(f"Cannot read the configuration {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): use a run's config.json.") from error
+        raise UserError(f"{path} is not JSON ({json_fault(error)}): use a run's config.json.") from error
 
 
 def override(config: Config, model: dict[str, Any], train: dict[str, Any], **names: str | None) -> Config:
