@@ -124,6 +124,14 @@ def test_the_newest_chat_model_is_taken_and_without_one_the_newest_base_model(ta
     assert newest_speaker() == "writer"
 
 
+def test_a_model_that_is_damaged_is_passed_over_and_named(talkers):
+    for weights in talkers.glob("runs/talker/checkpoints/*/model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-9])
+    done = chat(talkers, "-p", "Once", *GREEDY)
+    assert done.stdout.decode() == (STORY * 3).removeprefix("Once") + "\n"
+    assert "passing over the run 'talker'" in done.stderr.decode()
+
+
 def test_what_the_tool_says_depends_on_what_is_allowed(trained):
     def said(*tools: str) -> str:
         parts = json.loads(chat(trained, "-p", "program", "--json", *GREEDY, *tools).stdout)["parts"]
