@@ -57,17 +57,26 @@ def main(args: list[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except _ClickException as error:
         code = _explain_usage(error)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # click has seen it first
+            _reader_went_away()
+        raise
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except OSError as error:
-        if error.errno == errno.EPIPE:  # the reader of our output went away, as `| head` does
-            os._exit(141)
+        if error.errno == errno.EPIPE:
+            _reader_went_away()
         if error.errno != errno.ENOSPC:
             raise
         code = _complain("The output cannot be written, its disk is full.")
     if code == 130:  # also when typer itself has caught the interruption
         console.say("\nStopped. Nothing half-written was kept; the same command goes on or starts again.")
     sys.exit(code or 0)
+
+
+def _reader_went_away() -> NoReturn:
+    """`| head` has seen enough: end without a word, with the code of one whom SIGPIPE ended."""
+    os._exit(141)  # at once, or Python would complain about what it cannot flush
 
 
 def _explain_usage(error: Any) -> int:
