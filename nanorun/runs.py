@@ -62,6 +62,7 @@ class Run:
         wanted = json.loads(json.dumps(config))  # as it reads back: tuples are lists
         if not lock:
             return cls(name, folder, wanted, None)
+        home.make_home()
         held: _Lock | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -171,6 +171,37 @@ def test_doctor_says_what_is_here(home):
     assert "torch" in nanorun(home, "doctor").stdout
 
 
+def test_doctor_finds_a_home_that_is_a_file_and_verbs_refuse_it(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for home in (file, file / "below"):
+        found = last_json(nanorun(home, "doctor", "--json", code=1))
+        (about,) = [finding for finding in found["findings"] if finding["what"] == "home"]
+        assert about["verdict"] == "missing"
+        assert "is a file" in about["detail"]
+    assert "is a file" in complaint(file, "data", "get", "sample", "--size", "1kB")
+
+
+def test_a_home_that_does_not_exist_is_named_when_it_is_made(tmp_path):
+    home = tmp_path / "tpyo"
+    assert "There is no trained model" in complaint(home, "eval", "bpb")
+    assert not home.exists()
+    assert f"creating {home}" in nanorun(home, "data", "get", "sample", "--size", "1kB").stderr
+    assert "creating" not in nanorun(home, "data", "get", "sample", "--size", "1kB").stderr
+
+
+def test_one_damaged_dataset_hides_no_other(small_world, corpus):
+    nanorun(small_world, "data", "add", corpus, "--name", "bad")
+    manifest = small_world / "data" / "bad" / "dataset.json"
+    sound = json.loads(manifest.read_text())
+    for broken in ("{", "[]", json.dumps({**sound, "shards": [{**sound["shards"][0], "documents": "x"}]})):
+        manifest.write_text(broken)
+        listed = nanorun(small_world, "data", "ls", code=2)
+        assert "sample" in listed.stdout
+        assert listed.stderr.startswith(f"{manifest} is damaged (")
+        assert not re.search("NoneType|__init__|indices|Expecting", listed.stderr)
+
+
 def test_doctor_says_what_the_sandbox_needs(home, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = last_json(nanorun(home, "doctor", "--json"))
@@ -279,12 +310,14 @@ def test_terminated_in_the_middle_it_cleans_up_and_says_so(home, tmp_path):
 
 def test_output_into_a_closed_pipe_is_no_traceback(home):
     nanorun(home, "data", "get", "sample", "--size", "1kB")
-    shell = f"{sys.executable} -m nanorun data ls | head -n 1"
-    env = {**os.environ, "NANORUN_HOME": str(home)}
-    done = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120
-    )
-    assert "Traceback" not in done.stderr
+    for verb in ("data ls", "--help", "plan --gpu h100 --json"):
+        shell = f"{sys.executable} -m nanorun {verb} | true; exit ${{PIPESTATUS[0]}}"
+        env = {**os.environ, "NANORUN_HOME": str(home)}
+        done = subprocess.run(
+            ["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120
+        )
+        assert done.stderr == ""
+        assert done.returncode == 141, "as one whom SIGPIPE ended"
 
 
 def test_importing_the_command_line_is_quick_and_starts_nothing(home):
