@@ -260,6 +260,9 @@ def test_without_a_verb_the_help_is_shown(home):
         (["train", "base", "--ratio", "inf"], "must be more than 0, and a number"),
         (["train", "base", "--config", "LICENSE", "--depth", "3"], "derive everything anew"),
         (["train", "base", "--config", "LICENSE"], "is not JSON"),
+        (["bench", "infer", "--speculate", "draft"], "--speculate draft needs --draft"),
+        (["bench", "infer", "--draft", "small"], "name it with --model"),
+        (["bench", "infer", "--depth", "1", "--batch", "128", "--new", "2"], "too few to time"),
         (["tok", "eval", "--tokenizer", "none"], "There is no tokenizer 'none'"),
     ],
 )

@@ -93,9 +93,10 @@ def bench_infer(
     from nanorun.bench.record import check_path, keep
 
     check_path(save)
-    setting = Setting(
-        _numbers(batch), prompt, new, temperature, int8, check_speculation(speculate, model, draft), guesses
-    )
+    speculation = check_speculation(speculate, draft)
+    if draft and not model:
+        raise UserError("--draft guesses for a trained run: name it with --model.")
+    setting = Setting(_numbers(batch), prompt, new, temperature, int8, speculation, guesses)
     result = bench_infer(depth, model, setting, draft)
     keep(result, save)
     show(result, as_json, tables.bench_infer(result))

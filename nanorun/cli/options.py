@@ -80,10 +80,12 @@ def check_tools(name: str) -> Any:
     return check_one_of(name, ("calculator", "python", "none"), "tool")
 
 
-def check_speculation(kind: str | None, model: str | None, draft: str | None) -> Any:
+def check_speculation(kind: str | None, draft: str | None) -> Any:
+    """--draft alone means to use it."""
+    kind = kind or ("draft" if draft else None)
     if kind is not None:
         check_one_of(kind, ("lookup", "draft"), "speculation")
-    if kind == "draft" and model and not draft:
+    if kind == "draft" and not draft:
         raise UserError("--speculate draft needs --draft, the name of a smaller run of the same tokenizer.")
     return kind
 

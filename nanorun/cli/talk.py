@@ -49,7 +49,7 @@ def chat(
 
     allowed = check_tools(tools)
     sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
-    speculation = check_speculation(speculate or ("draft" if draft else None), "a trained one", draft)
+    speculation = check_speculation(speculate, draft)
 
     from nanorun.chat.conversation import Options  # only now: this takes a second
     from nanorun.chat.terminal import chat
