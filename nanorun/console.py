@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -98,6 +100,17 @@ class Progress:
                 self._bar.console.print(text, markup=False, highlight=False)
             else:
                 say(text)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For what is no part of the task, such as an evaluation on the way: its time counts in no rate."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            away = time.monotonic() - start
+            with self._lock:
+                self._marks = deque(((when + away, done) for when, done in self._marks), maxlen=_MOST_MARKS)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

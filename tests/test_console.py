@@ -1,8 +1,10 @@
 """What people read: numbers, sizes and times."""
 
+import time
+
 import pytest
 
-from nanorun.console import seconds
+from nanorun.console import Progress, seconds
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,15 @@ from nanorun.console import seconds
 )
 def test_a_time_is_told_in_its_two_largest_units(s, text):
     assert seconds(s) == text
+
+
+def test_time_that_is_spent_on_something_else_counts_in_no_rate():
+    with Progress("training", 1000, "tok") as bar:
+        for _ in range(4):
+            time.sleep(0.05)
+            bar.advance(100)
+        with bar.aside():
+            time.sleep(0.6)
+        time.sleep(0.05)
+        bar.advance(100)
+        assert bar._rate(time.monotonic()) > 1000, "of at most 2000; 590 with the time aside"
