@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from nanorun.evals.bpb import BpbResult, evaluate_bpb
 from nanorun.infer.plain import generate
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT, build
+from nanorun.model.loss import IGNORE
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import Run, read_metrics, write_json
@@ -346,7 +347,6 @@ def evaluate_on(
     packing: Packing = "padded" if isinstance(source, ConversationSource) else "best_fit"
     where = device if device.type != "mps" else torch.device("cpu")  # sums are in float64, which MPS has not
     sizes = torch.from_numpy(tokenizer.token_bytes(config.model.padded_vocab)).to(where)
-    batches = max(max_tokens // (rows * config.model.context), 1) if max_tokens is not None else None
 
     @torch.no_grad()
     def losses(batch: Batch) -> Tensor:
@@ -355,9 +355,22 @@ def evaluate_on(
     def evaluate() -> BpbResult:
         order = RowOrder(packing, shuffle=False, epochs=1)
         with Loader(source, rows=rows, context=config.model.context, order=order) as loader:
-            return evaluate_bpb(losses, islice(loader, batches), sizes)
+            return evaluate_bpb(losses, first_tokens(loader, max_tokens), sizes)
 
     return evaluate
+
+
+def first_tokens(batches: Iterable[Batch], most: int | None) -> Iterator[Batch]:
+    """Batches with this many targets in all, no matter how many a batch has: of the last, the rest is ignored."""
+    left = most
+    for batch in batches:
+        if left is not None and batch.trained_tokens >= left:
+            wanted = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets) <= left
+            yield replace(batch, targets=torch.where(wanted, batch.targets, IGNORE), trained_tokens=left)
+            return
+        yield batch
+        if left is not None:
+            left -= batch.trained_tokens
 
 
 def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[str, Any]:
