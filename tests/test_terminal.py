@@ -25,6 +25,7 @@ from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer
 
 from nanorun.chat.conversation import Dialogue, Options, Speaker
 from nanorun.chat.screen import visible
+from nanorun.chat.wrap import Wrap, cells
 from nanorun.infer.request import Sampling
 from nanorun.infer.sandbox import Sandbox, SandboxUnavailable
 from nanorun.runs import newest_speaker
@@ -327,6 +328,38 @@ def test_control_characters_are_shown_and_not_sent():
             assert visible(character).isprintable()
         else:
             assert visible(character) == character
+
+
+def test_lines_break_between_words_while_the_text_comes():
+    text = "one two three four\n  five six-seven  eight nine ten"
+    for size in (1, 2, 7, 100):
+        wrap = Wrap(10)
+        shown = "".join(wrap.feed(text[i : i + size]) for i in range(0, len(text), size)) + wrap.rest()
+        assert shown.split() == text.split()
+        assert all(cells(line) <= 10 for line in shown.splitlines())
+        assert shown.startswith("one two\nthree four\n  five\nsix-seven")
+    assert Wrap(0).feed(text) == text
+    wrap = Wrap(10)
+    assert wrap.feed("一" * 40)[:12] == "一" * 12, "nobody waits for a space that never comes"
+    assert Wrap(40).feed("held back") == "held", "until it is clear where the word goes"
+
+
+def test_on_a_narrow_terminal_no_word_is_broken(talkers):
+    with terminal(talkers, *GREEDY, "--max-tokens", "60") as session:
+        session.until(PROMPT)
+        fcntl.ioctl(session.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 23, 0, 0))
+        session.type("loop\r")
+        lines = session.until("Cut:").decode().split("Cut:")[0].splitlines()[1:]
+        assert [line.rstrip() for line in lines] == ["tick tock tick tock"] * 3
+
+
+def test_help_lists_for_a_base_model_only_what_it_can_do(talkers):
+    with terminal(talkers, "--model", "writer") as session:
+        session.until(PROMPT)
+        listed = session.say("/help")
+        assert "/system" not in listed
+        assert "/load" not in listed
+        assert "/save [FILE]" in listed
 
 
 def test_commands_and_what_they_leave(talkers):
