@@ -349,8 +349,8 @@ def test_on_a_narrow_terminal_no_word_is_broken(talkers):
         session.until(PROMPT)
         fcntl.ioctl(session.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 23, 0, 0))
         session.type("loop\r")
-        lines = session.until("Cut:").decode().split("Cut:")[0].splitlines()[1:]
-        assert [line.rstrip() for line in lines] == ["tick tock tick tock"] * 3
+        came = session.until("Cut:").decode().splitlines()  # readline may draw its prompt again
+        assert [line.rstrip() for line in came if "tick" in line] == ["tick tock tick tock"] * 3
 
 
 def test_help_lists_for_a_base_model_only_what_it_can_do(talkers):
