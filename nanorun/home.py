@@ -32,13 +32,13 @@ def make_home() -> None:
         return
     if folder.exists():
         raise UserError(f"NANORUN_HOME is {folder}, which is a file: name a folder.")
-    console.say(f"creating {folder}, which NANORUN_HOME names")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"NANORUN_HOME is {folder}, which cannot be made ({error.strerror}): name a folder of yours."
         ) from error
+    console.say(f"creating {folder}, which NANORUN_HOME names")
 
 
 def data_dir() -> Path:
