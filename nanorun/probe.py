@@ -13,7 +13,7 @@ from statistics import median
 from nanorun.config import Config, ModelConfig
 
 SECONDS = 0.5  # of measuring, more or less: a micro-batch and another are always done
-MICRO_FLOPS = 2e10  # of the micro-batch that is tried: a fifth of a second, or a few
+MICRO_FLOPS = 4e10  # of the micro-batch that is tried: half a second, or a few
 WIDEST = 1024  # wider matmuls are no faster
 LARGEST_VOCAB = 32_768
 
