@@ -9,9 +9,10 @@ Every idea of the ladder is one field here, read in one place. `dataclasses.repl
 is how a variant is made, and `to_dict`/`from_dict` how a run remembers what it was.
 """
 
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nanorun.errors import UserError
@@ -183,31 +184,64 @@ class Config:
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Config":
         parts = {"model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
-        try:
-            made = {name: _build(kind, record[name]) for name, kind in parts.items()}
-            return Config(**made, data=record["data"], tokenizer=record["tokenizer"], kind=record["kind"])
-        except (KeyError, TypeError) as error:
+        names = ("data", "tokenizer", "kind")
+        if not isinstance(record, Mapping) or any(name not in record for name in (*parts, *names)):
+            missing = [n for n in (*parts, *names) if not isinstance(record, Mapping) or n not in record]
             raise UserError(
-                f"This is not a configuration of nanorun ({error}): use a run's config.json."
-            ) from error
+                f"This is not a configuration of nanorun, it has no {_listed(missing)}: use a run's config.json."
+            )
+        for name in names:
+            _check(name, record[name], str)
+        made = {name: _build(name, kind, record[name]) for name, kind in parts.items()}
+        return Config(**made, **{name: record[name] for name in names})
 
 
-def _build(kind: type, record: Mapping[str, Any]) -> Any:
+def _build(part: str, kind: type, record: Any) -> Any:
+    if not isinstance(record, Mapping):
+        raise UserError(f"The configuration's {part} is {_shown(record)}: it must hold settings by name.")
     hints = get_type_hints(kind)
-    unknown = ", ".join(sorted(set(record) - set(hints)))
+    unknown = sorted(str(name) for name in set(record) - set(hints))
     if unknown:
-        raise UserError(f"The configuration has fields this nanorun does not know: {unknown}.")
-    simple: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: (bool,)}
+        raise UserError(f"The configuration has fields this nanorun does not know: {', '.join(unknown)}.")
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in record]
+    if missing:
+        raise UserError(f"The configuration's {part} has no {_listed(missing)}: use a run's config.json.")
     for name, value in record.items():
-        wanted = simple.get(hints[name])
-        if wanted and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted == (bool,))):
-            raise UserError(f"The configuration's {name} is {value!r}, which is not {hints[name].__name__}.")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"The configuration's {name} is {value}: it must be a number.")
-        choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        if choices and value not in choices:
-            raise UserError(f"The configuration's {name} is {value!r}: choose among {', '.join(choices)}.")
+        _check(name, value, hints[name])
     return kind(**record)
+
+
+_MEANT: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text"),
+    bool: ((bool,), "true or false"),
+}
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    """What JSON has for a field, against the field's type, in a person's words."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise UserError(f"The configuration's {name} is {_shown(value)}: choose among {choices}.")
+        return
+    kinds = get_args(hint) or (hint,)  # `int | None` has two
+    if value is None and type(None) in kinds:
+        return
+    types, words = _MEANT[next(kind for kind in kinds if kind is not type(None))]
+    right = isinstance(value, types) and isinstance(value, bool) == (bool in types)
+    if not right or (isinstance(value, float) and not math.isfinite(value)):
+        raise UserError(f"The configuration's {name} is {_shown(value)}: it must be {words}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and no ".join([", no ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -39,11 +41,15 @@ def size(n: float) -> str:
 
 
 def seconds(s: float) -> str:
-    if s < 60:
+    """A length of time for people, in its two largest units: '2 min 05 s', '1 h 30 min', '1 d 12 h'."""
+    if s < 59.95:
         return f"{s:.1f} s"
-    minutes, rest = divmod(round(s), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    if s < 3599.5:
+        return "{} min {:02d} s".format(*divmod(round(s), 60))
+    if s < 86_370:
+        return "{} h {:02d} min".format(*divmod(round(s / 60), 60))
+    days, hours = divmod(round(s / 3600), 24)
+    return f"{days} d {hours} h" if days < 10 else f"{days:,} d"
 
 
 class Progress:
@@ -94,6 +100,17 @@ class Progress:
                 self._bar.console.print(text, markup=False, highlight=False)
             else:
                 say(text)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For what is no part of the task, such as an evaluation on the way: its time counts in no rate."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            away = time.monotonic() - start
+            with self._lock:
+                self._marks = deque(((when + away, done) for when, done in self._marks), maxlen=_MOST_MARKS)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -109,10 +109,13 @@ def _home() -> Finding:
     there = folder
     while not there.exists():
         there = there.parent
+    advice = "set NANORUN_HOME to a folder of yours"
+    if not there.is_dir():
+        return Finding("home", "missing", f"{folder} is no folder: {there} is a file", advice)
     if not os.access(there, os.W_OK):
-        return Finding(
-            "home", "missing", f"{folder} cannot be written", "set NANORUN_HOME to a folder of yours"
-        )
+        return Finding("home", "missing", f"{folder} cannot be written", advice)
+    if there != folder:
+        return Finding("home", "note", f"{folder} ({where}) does not exist yet", "the first verb creates it")
     held = [f"{kind} {_count(kind)}" for kind in ("data", "tokenizers", "runs")]
     return Finding("home", "ok", f"{folder} ({where}): {', '.join(held)}")
 

@@ -42,8 +42,8 @@ class Gpu:
 
     @property
     def compute_bytes(self) -> int:
-        """Of one activation: a CPU without bf16 computes in fp32, an older GPU in fp16."""
-        return 4 if self.device == "cpu" and not self.bf16 else 2
+        """Of one activation: training is in fp32 on a CPU and on Apple's GPU (train.base.compute_dtype)."""
+        return 2 if self.device == "cuda" else 4
 
 
 # Dollars are an assumption: typical on-demand prices of specialised clouds for one device, rounded. The
@@ -128,7 +128,7 @@ def matmul_tflops(found: Hardware, seconds: float = 0.3) -> float:
     import torch
 
     half = torch.bfloat16 if found.native_bf16 else torch.float16
-    dtype = torch.float32 if found.device == "cpu" and not found.native_bf16 else half
+    dtype = half if found.device == "cuda" else torch.float32
     side = 512 if found.device == "cpu" else 8192
     a = torch.ones(side, side, dtype=dtype, device=found.device)
     best, end = float("inf"), time.perf_counter() + seconds

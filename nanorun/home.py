@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nanorun import console
 from nanorun.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -22,6 +23,22 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def home() -> Path:
     named = os.environ.get("NANORUN_HOME")
     return Path(named).expanduser().absolute() if named else Path()
+
+
+def make_home() -> None:
+    """Before the first thing is written there. One that was named and is not here may be a slip of the pen: say it."""
+    folder = home()
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise UserError(f"NANORUN_HOME is {folder}, which is a file: name a folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"NANORUN_HOME is {folder}, which cannot be made ({error.strerror}): name a folder of yours."
+        ) from error
+    console.say(f"creating {folder}, which NANORUN_HOME names")
 
 
 def data_dir() -> Path:
@@ -53,6 +70,7 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     ready; a machine that dies between the two renames of a replacement leaves the old one under a hidden
     name, and the next writer puts it back.
     """
+    make_home()
     taken = UserError(f"{final} exists already: choose another name, or replace it with --replace.")
     me = f"{platform.node()}-{os.getpid()}"
     work = final.parent / f".{final.name}.writing-{me}"

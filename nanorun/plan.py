@@ -23,21 +23,28 @@ measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USAB
 optimizer's scratch memory, for which the activations have made room by then.
 
 Minutes are FLOPs divided by peak FLOP/s times an assumed MFU, which the plan states, and where it is from:
-a kept measurement on the same GPU (bench/results/train-*.json), else the table in hardware.py. They are
-minutes of training; evaluations are counted apart, compiling and saving not at all.
+a kept measurement on the same GPU (bench/results/train-*.json), else the table in hardware.py. For a CPU a step
+or two are tried (probe.py), since small models are far from its peak. They are minutes of training; evaluations
+are counted apart, compiling and saving not at all.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanorun import console
-from nanorun.config import Config, ModelConfig, scale_model
+from nanorun import console, probe
+from nanorun.config import Config, Horizon, ModelConfig, scale, scale_model
 from nanorun.errors import UserError
 from nanorun.hardware import PRICES_AS_OF, Gpu, find_gpu, named_gpu, this_gpu
 
+if TYPE_CHECKING:
+    from nanorun.data.dataset import Dataset
+    from nanorun.text.tokenizer import Tokenizer
+
+VOCAB = 32_768  # where nothing says another
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 
 # Tokens in a micro-batch: 32,768 fill an H200 at d12 (65,536 were no faster, with 27 GiB instead of 16); a few
@@ -67,6 +74,8 @@ class Plan:
     memory_gb: dict[str, float]  # by part, of one GPU
     mfu: float
     mfu_from: str  # where the assumption comes from, for people
+    eval_tokens: int  # of one evaluation: no more than there is validation text
+    vocab_from: str = ""  # for people
 
     @property
     def flops(self) -> float:
@@ -85,14 +94,19 @@ class Plan:
         """A forward pass is a third of a step's work."""
         train = self.config.train
         times = -(-train.steps // train.eval_every) if train.eval_every else 1
-        return times * train.eval_tokens / 3 / self.tokens_per_s / 60
+        return times * self.eval_tokens / 3 / self.tokens_per_s / 60
+
+    @property
+    def seconds(self) -> float:
+        """Of training and evaluation."""
+        return 60 * (self.minutes + self.evaluation_minutes)
 
     @property
     def cost_dollars(self) -> float | None:
         """Of training and evaluation."""
         if self.gpu.dollars_per_hour is None:
             return None
-        return (self.minutes + self.evaluation_minutes) / 60 * self.gpu.dollars_per_hour * self.gpus
+        return self.seconds / 3600 * self.gpu.dollars_per_hour * self.gpus
 
 
 def make_plan(
@@ -101,6 +115,7 @@ def make_plan(
     gpus: int = 1,
     device_batch: int | None = None,
     results: Path = RESULTS,
+    validation_tokens: int | None = None,
 ) -> Plan:
     """What to expect of this run on so many of these GPUs; None is the device of this machine."""
     if gpus < 1 or (device_batch is not None and device_batch < 1):
@@ -121,8 +136,14 @@ def make_plan(
     recompute = model.recompute or (kept < (device_batch or 1) and recomputed > kept)
     largest = recomputed if recompute else kept
     share = -(-rows // gpus)
-    chosen = largest_divisor(share, device_batch or min(comfortable_rows(model, gpu), max(largest, 1)))
-    mfu, mfu_from = _assumed_mfu(model, gpu, gpus, results)
+    chosen = largest_divisor(share, device_batch or min(comfortable_rows(model, gpu.device), max(largest, 1)))
+    if gpu.device == "cpu":  # there is none in the table: it is this machine's
+        pace, mfu_from = probe.measure(config, chosen), "measured just now"
+        mfu = config.train.batch_tokens * model.flops_per_token / pace.seconds_per_step(config)
+        mfu /= gpu.bf16_tflops * 1e12
+    else:
+        mfu, mfu_from = _assumed_mfu(model, gpu, gpus, results)
+    eval_tokens = min(config.train.eval_tokens, validation_tokens or config.train.eval_tokens)
     return Plan(
         config,
         gpu,
@@ -136,12 +157,85 @@ def make_plan(
         memory_gb=memory_gb(model, chosen, gpu, gpus, recompute),
         mfu=mfu * (_RECOMPUTE_SPEED if recompute else 1),
         mfu_from=mfu_from,
+        eval_tokens=eval_tokens,
     )
 
 
-def comfortable_rows(model: ModelConfig, gpu: Gpu) -> int:
+def plan_here(
+    depth: int,
+    vocab_size: int | None,
+    context: int,
+    horizon: Horizon,
+    batch_tokens: int | None,
+    gpu: str | None,
+    gpus: int,
+    device_batch: int | None,
+) -> Plan:
+    """The plan of what `train base` would do in this home: with its newest tokenizer and data, where it has them."""
+    from nanorun.data.dataset import dataset_names, open_dataset
+    from nanorun.text.store import open_tokenizer, tokenizer_names
+
+    tokenizer = open_tokenizer() if vocab_size is None and tokenizer_names() else None
+    there = (
+        validation_tokens(open_dataset(), tokenizer) if tokenizer is not None and dataset_names() else None
+    )
+    source = "as asked for" if vocab_size is not None else "assumed, there is no tokenizer here yet"
+    if tokenizer is not None:
+        vocab_size, source = tokenizer.vocab_size, f"of '{tokenizer.name}', the newest tokenizer here"
+    config = scale(depth, vocab_size or VOCAB, context=context, horizon=horizon, batch_tokens=batch_tokens)
+    made = make_plan(config, gpu, gpus, device_batch, validation_tokens=there)
+    return replace(made, vocab_from=source)
+
+
+def refuse_longer_than(days: float, plan: Plan) -> None:
+    """Before anything starts, with what would fit: less depth, or less of a horizon that was asked for."""
+    if plan.seconds <= days * 86_400:
+        return
+    config, model = plan.config, plan.config.model
+    share = days / 2 * 86_400 / plan.seconds
+    usual = scale(
+        model.depth, model.vocab_size, context=model.context, batch_tokens=config.train.batch_tokens
+    )
+    advice = f"--tokens {_round_down(share * config.tokens)}"
+    if config.train.steps == usual.train.steps:
+        for depth in range(model.depth - 1, 0, -1):
+            less = scale(depth, model.vocab_size, context=model.context)
+            if less.tokens * less.model.flops_per_token > share * plan.flops:
+                continue
+            shorter = make_plan(less, plan.gpu, plan.gpus, validation_tokens=plan.eval_tokens)
+            if shorter.seconds < days * 86_400:
+                advice = f"--depth {depth}, about {console.seconds(shorter.seconds)}"
+                break
+    raise TooLong(
+        f"This would take about {console.seconds(plan.seconds)} on this machine ({plan.gpu.name}) by the plan: choose "
+        f"less, such as {advice}, or say --yes to train it all the same."
+    )
+
+
+class TooLong(UserError):
+    """A person may say that it is meant."""
+
+
+def _round_down(n: float) -> int:
+    """To one digit, such as 300000: a suggestion, no result."""
+    size = 10 ** max(len(str(int(n))) - 1, 0)
+    return max(int(n) // size * size, 1)
+
+
+def validation_tokens(dataset: "Dataset", tokenizer: "Tokenizer") -> int:
+    """About how many tokens of validation text a dataset has."""
+    from nanorun.data.dataset import read_texts
+
+    if dataset.kind == "bin":
+        return dataset.total("tokens", "val")
+    some = "\n".join(islice(read_texts(dataset.files("val")), 100))[:100_000]
+    tokens_per_byte = len(tokenizer.encode(some)) / max(len(some.encode()), 1)
+    return max(round(dataset.total("text_bytes", "val") * tokens_per_byte), 1)
+
+
+def comfortable_rows(model: ModelConfig, device: str) -> int:
     """The micro-batch that keeps a device busy: more would take memory and give nothing."""
-    return max(_MICRO_TOKENS[gpu.device] // model.context, 1)
+    return max(_MICRO_TOKENS[device] // model.context, 1)
 
 
 def largest_divisor(total: int, at_most: int) -> int:
@@ -213,11 +307,11 @@ def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -
 
 def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:
     mfu, source = gpu.mfu, f"assumed for {gpu.name}"
-    speed = _speed_of_width(model.dim, gpu)
+    speed = _speed_of_width(model.dim)
     measured = measured_mfu(gpu, model.depth, results)
     if measured is not None:
         mfu, depth, source = measured
-        speed /= _speed_of_width(scale_model(depth, model.vocab_size, model.context).dim, gpu)
+        speed /= _speed_of_width(scale_model(depth, model.vocab_size, model.context).dim)
     if speed < 1:
         source += ", less for so narrow a model"
     if gpus > 1:
@@ -226,8 +320,8 @@ def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tupl
     return min(mfu * speed, 1.0), source
 
 
-def _speed_of_width(dim: int, gpu: Gpu) -> float:
-    return 1.0 if gpu.device == "cpu" else min(dim / _FULL_SPEED_WIDTH, 1.0)
+def _speed_of_width(dim: int) -> float:
+    return min(dim / _FULL_SPEED_WIDTH, 1.0)
 
 
 def measured_mfu(gpu: Gpu, depth: int, results: Path = RESULTS) -> tuple[float, int, str] | None:
@@ -257,6 +351,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "depth": model.depth,
         "dim": model.dim,
         "vocab_size": model.vocab_size,
+        "vocab_from": plan.vocab_from,
         "context": model.context,
         "scaling_parameters": model.scaling_parameters,
         "total_parameters": model.total_parameters,
@@ -281,6 +376,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "mfu_assumed": plan.mfu,
         "mfu_from": plan.mfu_from,
         "minutes": plan.minutes,
+        "eval_tokens": plan.eval_tokens,
         "evaluation_minutes": plan.evaluation_minutes,
         "cost_dollars": plan.cost_dollars,
         "dollars_per_gpu_hour": plan.gpu.dollars_per_hour,
@@ -297,6 +393,7 @@ def plan_table(plan: Plan) -> str:
     ratio = config.tokens / model.scaling_parameters
     rows: list[tuple[str, str, str]] = [
         ("model", f"d{model.depth}", f"width {model.dim}, {model.heads} heads, context {model.context:,}"),
+        ("vocabulary", f"{model.vocab_size:,}", plan.vocab_from),
         (
             "parameters",
             _count(model.total_parameters),
@@ -308,7 +405,11 @@ def plan_table(plan: Plan) -> str:
         ("device", many + gpu.name, f"{gpu.bf16_tflops:,.3g} TFLOP/s, {gpu.memory_gb:.3g} GB" + _each(plan)),
         ("micro-batch", _batch(plan), _batches_that_fit(plan)),
         ("speed", f"{_count(plan.tokens_per_s)} tok/s", f"{plan.mfu:.0%} MFU, {plan.mfu_from}"),
-        ("time", _time(plan.minutes), f"and {_time(plan.evaluation_minutes)} of evaluation"),
+        (
+            "time",
+            console.seconds(60 * plan.minutes),
+            f"and {console.seconds(60 * plan.evaluation_minutes)} of evaluation",
+        ),
         ("cost", *_cost(plan)),
     ]
     whole = table(["plan", "", ""], rows)
@@ -332,10 +433,6 @@ def _each(plan: Plan) -> str:
 def _count(n: float) -> str:
     """Parameters and tokens are spoken of in billions."""
     return console.count(n).replace("G", "B")
-
-
-def _time(minutes: float) -> str:
-    return f"{minutes / 60 / 24:.1f} days" if minutes > 48 * 60 else console.seconds(60 * minutes)
 
 
 def _words(group: str) -> str:

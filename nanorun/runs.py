@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from nanorun import console, home
-from nanorun.errors import UserError
+from nanorun.errors import UserError, json_fault
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, LOCK = (
     "config.json",
@@ -62,6 +62,7 @@ class Run:
         wanted = json.loads(json.dumps(config))  # as it reads back: tuples are lists
         if not lock:
             return cls(name, folder, wanted, None)
+        home.make_home()
         held: _Lock | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -179,37 +180,52 @@ class RunInfo:
     changed: float  # when something was last written, in seconds since 1970
     checkpoint: int | None  # the newest one's step
     finished: bool
+    fault: str = ""  # what is wrong with its config.json
 
 
 def list_runs() -> list[RunInfo]:
     """The runs of this home, the one last worked on first."""
     found = []
     for path in home.runs_dir().glob(f"[!.]*/{CONFIG}"):
-        folder = path.parent
+        folder, kind, fault = path.parent, None, ""
         try:
             kind = read_config(folder.name).get("kind")
-        except UserError:
-            kind = None  # a damaged config.json hides no checkpoints
+        except UserError as error:
+            fault = str(error)
         steps = [int(entry.name) for entry in folder.glob(f"{CHECKPOINTS}/*") if entry.name.isdecimal()]
         changed = max(f.stat().st_mtime for f in (path, folder / METRICS, folder / SUMMARY) if f.exists())
         finished = (folder / SUMMARY).exists()
-        found.append(RunInfo(folder.name, kind, changed, max(steps, default=None), finished))
+        found.append(RunInfo(folder.name, kind, changed, max(steps, default=None), finished, fault))
     return sorted(found, key=lambda run: (-run.changed, run.name))
 
 
 def newest_run(kind: str | None = None, *, with_checkpoint: bool = False) -> str | None:
     """The name of the run last worked on (of that kind; that has a model to load)."""
-    for run in list_runs():
-        if kind in (None, run.kind) and not (with_checkpoint and run.checkpoint is None):
+    for run in loadable_runs() if with_checkpoint else list_runs():
+        if kind in (None, run.kind):
             return run.name
     return None
 
 
+def loadable_runs() -> list[RunInfo]:
+    """The runs whose models can be loaded, newest first; a line names those whose configuration is damaged."""
+    found = []
+    for run in list_runs():
+        if run.checkpoint is not None and run.fault:
+            console.say(f"passing over the run '{run.name}': {run.fault}")
+        elif run.checkpoint is not None:
+            found.append(run)
+    return found
+
+
+def speakers() -> list[str]:
+    """The runs to talk to, the best first: the newest whose model answers, then the newest of the others."""
+    loadable = loadable_runs()
+    return [run.name for run in sorted(loadable, key=lambda run: run.kind not in CHAT_KINDS)]
+
+
 def newest_speaker() -> str | None:
-    """The run to talk to: the newest whose model answers, or without one the newest whose model can be loaded."""
-    loadable = [run for run in list_runs() if run.checkpoint is not None]
-    answering = [run for run in loadable if run.kind in CHAT_KINDS]
-    return next((run.name for run in (*answering, *loadable)), None)
+    return next(iter(speakers()), None)
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -224,7 +240,7 @@ def read_config(name: str) -> dict[str, Any]:
         raise UserError(f"There is no run '{name}' in {home.runs_dir()} (there: {known}).") from None
     except ValueError as error:
         raise UserError(
-            f"{path} is damaged ({error}): put it back from a copy, or begin anew with --fresh."
+            f"{path} is damaged ({json_fault(error)}): put it back from a copy, or begin anew with --fresh."
         ) from error
 
 
@@ -333,7 +349,8 @@ def _clear_up(folder: Path) -> None:
 
 
 def _check_same(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    changes = [f"{path} was {was} and is now {now}" for path, was, now in _differences(_completed(old), new)]
+    found = sorted(_differences(_completed(old), new), key=lambda change: _typed_first(change[0]))
+    changes = [f"{_TYPED.get(path, path)} was {was} and is now {now}" for path, was, now in found]
     if changes:
         more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise UserError(
@@ -341,6 +358,29 @@ def _check_same(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
             f"again to go on with it (--config {home.runs_dir() / name / CONFIG} gives them all), --fresh to throw it "
             "away and begin anew, or another --name."
         )
+
+
+# Fields that a person sets, by the option that sets them; most others follow from these.
+_TYPED = {
+    "model.depth": "--depth",
+    "model.context": "--context",
+    "data": "--data",
+    "tokenizer": "--tokenizer",
+    "parent": "--from",
+    "train.steps": "--steps",
+    "train.batch_tokens": "--batch-tokens",
+    "train.seed": "--seed",
+    "train.save_every": "--save-every",
+    "train.eval_every": "--eval-every",
+    "model.recompute": "--recompute",
+}
+
+
+def _typed_first(path: str) -> int:
+    """Then what they give directly, then the rest of the model, and the rates that follow from it all."""
+    if path in _TYPED:
+        return list(_TYPED).index(path)
+    return 100 + ["model", "optim"].index(path.split(".")[0]) if path.startswith(("model.", "optim.")) else 99
 
 
 def _completed(old: dict[str, Any]) -> dict[str, Any]:

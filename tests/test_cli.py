@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,13 +103,47 @@ def test_training_in_an_empty_home_builds_the_sample_world_first(home):
     assert again["steps"] == 3
     record = json.loads(config.read_text())
     for change, words in (
-        ({"depth": "x"}, "depth is 'x'"),
+        ({"depth": "x"}, 'depth is "x": it must be a whole number'),
         ({"heads": 3}, "evenly"),
         ({"kv_heads": 0}, "cannot be built"),
     ):
         config.write_text(json.dumps({**record, "model": {**record["model"], **change}}))
         assert words in complaint(home, "train", "base", "--config", config, "--name", "third")
     assert not (home / "runs" / "third").exists()
+
+
+@pytest.fixture
+def small_world(home) -> Path:
+    """A home with a little data and a tokenizer of 300 tokens."""
+    nanorun(home, "data", "get", "sample", "--size", "20kB")
+    nanorun(home, "tok", "train", "--vocab", "300", "--name", "small")
+    return home
+
+
+def test_a_run_of_many_days_is_refused_before_anything_starts_unless_it_is_meant(small_world):
+    sentence = complaint(small_world, "train", "base", "--depth", "14")
+    assert re.search(r"about [\d,]+ d .*--depth \d+, about .*--yes", sentence), sentence
+    assert not (small_world / "runs").exists()
+    meant = subprocess.Popen(
+        [sys.executable, "-m", "nanorun", "train", "base", "--depth", "14", "--yes"],
+        cwd=ROOT,
+        env={**os.environ, "NANORUN_HOME": str(small_world)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert re.search(r"about [\d,]+ d by the plan", meant.stderr.readline())
+    meant.kill()
+    meant.communicate()
+
+
+def test_a_plan_takes_the_newest_tokenizer_and_says_so(small_world, tmp_path):
+    assert "of 'small', the newest" in nanorun(small_world, "plan", "--gpu", "h100").stdout
+    assert last_json(nanorun(small_world, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 300
+    asked = last_json(nanorun(small_world, "plan", "--gpu", "h100", "--vocab", "500", "--json"))
+    assert asked["vocab_size"] == 500
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no tokenizer here yet" in nanorun(empty, "plan", "--gpu", "h100").stdout
 
 
 def test_from_own_text_to_tokens_through_the_command_line(home, corpus):
@@ -134,6 +169,37 @@ def test_doctor_says_what_is_here(home):
         finding["what"] for finding in found["findings"]
     }
     assert "torch" in nanorun(home, "doctor").stdout
+
+
+def test_doctor_finds_a_home_that_is_a_file_and_verbs_refuse_it(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for home in (file, file / "below"):
+        found = last_json(nanorun(home, "doctor", "--json", code=1))
+        (about,) = [finding for finding in found["findings"] if finding["what"] == "home"]
+        assert about["verdict"] == "missing"
+        assert "is a file" in about["detail"]
+    assert "is a file" in complaint(file, "data", "get", "sample", "--size", "1kB")
+
+
+def test_a_home_that_does_not_exist_is_named_when_it_is_made(tmp_path):
+    home = tmp_path / "tpyo"
+    assert "There is no trained model" in complaint(home, "eval", "bpb")
+    assert not home.exists()
+    assert f"creating {home}" in nanorun(home, "data", "get", "sample", "--size", "1kB").stderr
+    assert "creating" not in nanorun(home, "data", "get", "sample", "--size", "1kB").stderr
+
+
+def test_one_damaged_dataset_hides_no_other(small_world, corpus):
+    nanorun(small_world, "data", "add", corpus, "--name", "bad")
+    manifest = small_world / "data" / "bad" / "dataset.json"
+    sound = json.loads(manifest.read_text())
+    for broken in ("{", "[]", json.dumps({**sound, "shards": [{**sound["shards"][0], "documents": "x"}]})):
+        manifest.write_text(broken)
+        listed = nanorun(small_world, "data", "ls", code=2)
+        assert "sample" in listed.stdout
+        assert listed.stderr.startswith(f"{manifest} is damaged (")
+        assert not re.search("NoneType|__init__|indices|Expecting", listed.stderr)
 
 
 def test_doctor_says_what_the_sandbox_needs(home, tmp_path, monkeypatch):
@@ -194,6 +260,9 @@ def test_without_a_verb_the_help_is_shown(home):
         (["train", "base", "--ratio", "inf"], "must be more than 0, and a number"),
         (["train", "base", "--config", "LICENSE", "--depth", "3"], "derive everything anew"),
         (["train", "base", "--config", "LICENSE"], "is not JSON"),
+        (["bench", "infer", "--speculate", "draft"], "--speculate draft needs --draft"),
+        (["bench", "infer", "--draft", "small"], "name it with --model"),
+        (["bench", "infer", "--depth", "1", "--batch", "128", "--new", "2"], "too few to time"),
         (["tok", "eval", "--tokenizer", "none"], "There is no tokenizer 'none'"),
     ],
 )
@@ -244,12 +313,14 @@ def test_terminated_in_the_middle_it_cleans_up_and_says_so(home, tmp_path):
 
 def test_output_into_a_closed_pipe_is_no_traceback(home):
     nanorun(home, "data", "get", "sample", "--size", "1kB")
-    shell = f"{sys.executable} -m nanorun data ls | head -n 1"
-    env = {**os.environ, "NANORUN_HOME": str(home)}
-    done = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120
-    )
-    assert "Traceback" not in done.stderr
+    for verb in ("data ls", "--help", "plan --gpu h100 --json"):
+        shell = f"{sys.executable} -m nanorun {verb} | true; exit ${{PIPESTATUS[0]}}"
+        env = {**os.environ, "NANORUN_HOME": str(home)}
+        done = subprocess.run(
+            ["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT, env=env, timeout=120
+        )
+        assert done.stderr == ""
+        assert done.returncode == 141, "as one whom SIGPIPE ended"
 
 
 def test_importing_the_command_line_is_quick_and_starts_nothing(home):

@@ -1,16 +1,21 @@
 """A plan says before the start what the reference table and kept measurements say."""
 
 import json
+import math
+import re
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nanorun import hardware
-from nanorun.config import Horizon, scale
+from nanorun.config import Horizon, sample_preset, scale
 from nanorun.errors import UserError
 from nanorun.hardware import GPUS
 from nanorun.plan import (
     CHUNK_LOGITS,
+    TooLong,
     compare_with_plan,
     deepest,
     largest_batch,
@@ -19,6 +24,7 @@ from nanorun.plan import (
     memory_gb,
     plan_record,
     plan_table,
+    refuse_longer_than,
 )
 
 VOCAB = 32768
@@ -227,6 +233,49 @@ def test_this_machine_is_planned_for_without_a_name(none):
     record = plan_record(make_plan(scale(4, 4096, context=256), machine, results=none))
     assert record["minutes"] > 0
     assert json.loads(json.dumps(record)) == record
+
+
+def test_a_plan_for_a_cpu_is_what_a_small_model_takes_there():
+    """By the peak of large matmuls it would take a fourth of that. The machine may be busy, so the best of a few."""
+    from nanorun.model.gpt import build
+
+    if hardware.detect().device != "cpu":
+        pytest.skip("there is a GPU here")
+    config = sample_preset(1024)
+    model = build(config.model, torch.device("cpu"), torch.float32)
+    tokens = torch.randint(0, 1024, (16, 256))
+
+    def ratio() -> float:
+        planned = make_plan(config).tokens_per_s
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            model(tokens, tokens).backward()
+            seconds.append(time.perf_counter() - start)
+        return planned * sorted(seconds)[1] / tokens.numel()
+
+    assert min(abs(math.log(ratio())) for _ in range(4)) < math.log(1.5)
+
+
+def test_evaluation_is_planned_with_the_text_that_there_is(none):
+    config = scale(4, VOCAB)
+    all_of_it = make_plan(config, "h100", results=none)
+    little = make_plan(config, "h100", results=none, validation_tokens=config.train.eval_tokens // 100)
+    assert little.evaluation_minutes == pytest.approx(all_of_it.evaluation_minutes / 100)
+    assert little.minutes == all_of_it.minutes
+
+
+def test_what_takes_too_long_is_refused_with_what_would_fit(none):
+    long = make_plan(scale(24, VOCAB), "t4", results=none)
+    with pytest.raises(TooLong, match=r"about \d+ d .*--depth (\d+), about \d+ h .*--yes") as refused:
+        refuse_longer_than(1, long)
+    depth = int(re.search(r"--depth (\d+)", str(refused.value))[1])
+    refuse_longer_than(1, make_plan(scale(depth, VOCAB), "t4"))
+    tokens = make_plan(scale(24, VOCAB, horizon=Horizon(tokens=10**9)), "t4", results=none)
+    with pytest.raises(TooLong, match=r"--tokens (\d+)") as refused:
+        refuse_longer_than(1, tokens)
+    fewer = int(re.search(r"--tokens (\d+)", str(refused.value))[1])
+    refuse_longer_than(1, make_plan(scale(24, VOCAB, horizon=Horizon(tokens=fewer)), "t4", results=none))
 
 
 def test_nonsense_is_refused():

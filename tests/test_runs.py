@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nanorun.config import Config, scale
 from nanorun.errors import UserError
-from nanorun.runs import Run, list_runs, newest_run, read_config, read_metrics
+from nanorun.runs import Run, list_runs, newest_run, newest_speaker, read_config, read_metrics
 
 CONFIG = {"kind": "base", "model": {"depth": 4, "windows": ["S", "L"]}, "train": {"steps": 10, "seed": 0}}
 
@@ -76,12 +78,53 @@ def test_another_config_is_refused_and_the_differences_are_named(home):
     other = {"kind": "base", "model": {"depth": 6, "windows": ["S"]}, "train": {"steps": 10, "new": True}}
     with pytest.raises(UserError) as refused:
         Run.open("mine", other)
-    assert "model.depth was 4 and is now 6" in str(refused.value)
-    assert 'model.windows was ["S", "L"] and is now ["S"]' in str(refused.value)
-    assert "train.seed was 0 and is now absent, and 1 more" in str(refused.value)
+    assert "(--depth was 4 and is now 6; --seed was 0 and is now absent; train.new was" in str(refused.value)
+    assert "and 1 more" in str(refused.value)
     assert "--fresh" in str(refused.value)
     assert "--name" in str(refused.value)
     Run.open("mine", CONFIG).close()  # the refused one left no lock behind
+
+
+def test_what_a_person_typed_is_named_before_what_follows_from_it(home):
+    begun = scale(4, 1024)
+    Run.open("mine", begun.to_dict()).close()
+    with pytest.raises(UserError, match=r"other settings \(--depth was 4 and is now 6; --steps was"):
+        Run.open("mine", scale(6, 1024).to_dict())
+    with pytest.raises(UserError, match=r"other settings \(--data was \"sample\" and is now \"other\"\)"):
+        Run.open("mine", replace(begun, data="other").to_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda r: r.pop("model"), "it has no model: use a run's config.json"),
+        (lambda r: (r.pop("model"), r.pop("kind")), "it has no model and no kind"),
+        (lambda r: r.update(train=3), "The configuration's train is 3: it must hold settings by name"),
+        (lambda r: r["train"].pop("steps"), "The configuration's train has no steps"),
+        (lambda r: r["train"].update(steps="many"), 'steps is "many": it must be a whole number'),
+        (lambda r: r["train"].update(steps=2.5), "steps is 2.5: it must be a whole number"),
+        (lambda r: r["optim"].update(clip="x"), 'clip is "x": it must be a number'),
+        (lambda r: r["model"].update(smear=1), "smear is 1: it must be true or false"),
+        (lambda r: r.update(data=None), "data is null: it must be text"),
+    ],
+)
+def test_a_wrong_configuration_is_explained_in_plain_words(change, sentence):
+    record = scale(4, 1024).to_dict()
+    change(record)
+    with pytest.raises(UserError) as refused:
+        Config.from_dict(record)
+    assert sentence in str(refused.value)
+
+
+def test_a_damaged_run_is_passed_over_and_named(home, capsys):
+    for age, name in enumerate(("sound", "damaged")):
+        with Run.open(name, {"kind": "base"}) as run:
+            (run.checkpoints / "000007").mkdir()
+        os.utime(run.folder / "config.json", (1000 + age, 1000 + age))
+    assert newest_run(with_checkpoint=True) == "damaged"
+    (home / "runs" / "damaged" / "config.json").write_text('{"kind":')
+    assert newest_run(with_checkpoint=True) == newest_speaker() == "sound"
+    assert "passing over the run 'damaged'" in capsys.readouterr().err
 
 
 def test_fresh_replaces_everything_and_leaves_nothing_hidden(home):

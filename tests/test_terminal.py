@@ -25,6 +25,7 @@ from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer
 
 from nanorun.chat.conversation import Dialogue, Options, Speaker
 from nanorun.chat.screen import visible
+from nanorun.chat.wrap import Wrap, cells
 from nanorun.infer.request import Sampling
 from nanorun.infer.sandbox import Sandbox, SandboxUnavailable
 from nanorun.runs import newest_speaker
@@ -122,6 +123,14 @@ def test_the_newest_chat_model_is_taken_and_without_one_the_newest_base_model(ta
     assert newest_speaker() == "talker", "though the base model is newer"
     shutil.rmtree(talkers / "runs" / "talker")
     assert newest_speaker() == "writer"
+
+
+def test_a_model_that_is_damaged_is_passed_over_and_named(talkers):
+    for weights in talkers.glob("runs/talker/checkpoints/*/model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-9])
+    done = chat(talkers, "-p", "Once", *GREEDY)
+    assert done.stdout.decode() == (STORY * 3).removeprefix("Once") + "\n"
+    assert "passing over the run 'talker'" in done.stderr.decode()
 
 
 def test_what_the_tool_says_depends_on_what_is_allowed(trained):
@@ -319,6 +328,38 @@ def test_control_characters_are_shown_and_not_sent():
             assert visible(character).isprintable()
         else:
             assert visible(character) == character
+
+
+def test_lines_break_between_words_while_the_text_comes():
+    text = "one two three four\n  five six-seven  eight nine ten"
+    for size in (1, 2, 7, 100):
+        wrap = Wrap(10)
+        shown = "".join(wrap.feed(text[i : i + size]) for i in range(0, len(text), size)) + wrap.rest()
+        assert shown.split() == text.split()
+        assert all(cells(line) <= 10 for line in shown.splitlines())
+        assert shown.startswith("one two\nthree four\n  five\nsix-seven")
+    assert Wrap(0).feed(text) == text
+    wrap = Wrap(10)
+    assert wrap.feed("一" * 40)[:12] == "一" * 12, "nobody waits for a space that never comes"
+    assert Wrap(40).feed("held back") == "held", "until it is clear where the word goes"
+
+
+def test_on_a_narrow_terminal_no_word_is_broken(talkers):
+    with terminal(talkers, *GREEDY, "--max-tokens", "60") as session:
+        session.until(PROMPT)
+        fcntl.ioctl(session.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 23, 0, 0))
+        session.type("loop\r")
+        came = session.until("Cut:").decode().splitlines()  # readline may draw its prompt again
+        assert [line.rstrip() for line in came if "tick" in line] == ["tick tock tick tock"] * 3
+
+
+def test_help_lists_for_a_base_model_only_what_it_can_do(talkers):
+    with terminal(talkers, "--model", "writer") as session:
+        session.until(PROMPT)
+        listed = session.say("/help")
+        assert "/system" not in listed
+        assert "/load" not in listed
+        assert "/save [FILE]" in listed
 
 
 def test_commands_and_what_they_leave(talkers):

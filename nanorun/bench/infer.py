@@ -22,6 +22,7 @@ import torch
 from nanorun import hardware
 from nanorun.bench.record import record
 from nanorun.config import Config, scale_model
+from nanorun.console import say
 from nanorun.data.dataset import open_dataset
 from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
@@ -32,6 +33,7 @@ from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.infer.weights import Weights, rounded
 from nanorun.model.gpt import GPT, build
+from nanorun.runs import read_config
 from nanorun.text.store import open_tokenizer
 from nanorun.train.base import compute_dtype, evaluator, fitting_rows
 
@@ -53,7 +55,9 @@ class Setting:
 def bench_infer(
     depth: int | None, name: str | None, setting: Setting, draft: str | None = None
 ) -> dict[str, Any]:
-    """One row for each batch size."""
+    """One row for each batch size, told on stderr as it comes."""
+    shape = Config.from_dict(read_config(name)).model if name is not None else None
+    _check(setting, shape.context if shape is not None else CONTEXT)
     if name is not None:
         name, step, config, model = load_model(name)
         draft_model = load_model(draft)[3] if draft else None
@@ -66,12 +70,16 @@ def bench_infer(
         small = build(scale_model(max((depth or 12) // 3, 1), VOCAB, CONTEXT), device, dtype)
         draft_model = small if setting.speculate == "draft" else None
         about, prompts = {}, _random(model.config.vocab_size, setting.prompt)
-    if setting.prompt + setting.new > model.config.context:
-        raise UserError(
-            f"A prompt of {setting.prompt} and {setting.new} new tokens do not fit in the model's context of "
-            f"{model.config.context}: choose a smaller --prompt or --new."
-        )
     weights = Weights.of(model, int8=setting.int8)
+    rows: list[dict[str, Any]] = []
+    for batch in setting.batches:
+        say(f"timing {batch} text{'s' * (batch > 1)} at a time ({len(rows) + 1} of {len(setting.batches)})")
+        row = _row(model, draft_model, batch, prompts, setting, weights)
+        say(
+            f"    {row['tokens_per_s']:,.0f} tokens/s, {row['ms_per_step']:.3g} ms a step, {row['ttft_ms']:.3g} ms to "
+            "the first token"
+        )
+        rows.append(row)
     return record(
         "infer",
         depth=model.config.depth,
@@ -85,8 +93,36 @@ def bench_infer(
         new=setting.new,
         weight_bytes_per_step=weights.bytes_per_step,
         **about,
-        rows=[_row(model, draft_model, batch, prompts, setting, weights) for batch in setting.batches],
+        rows=rows,
     )
+
+
+def _check(setting: Setting, context: int) -> None:
+    """Before anything is loaded: the texts fit, and are long enough for steps with all of them in it.
+
+    Prompts are read some at a time while others are being answered already, so that the last text begins when
+    the first has had `late` tokens.
+    """
+    if setting.prompt + setting.new > context:
+        raise UserError(
+            f"A prompt of {setting.prompt} and {setting.new} new tokens do not fit in the model's context of "
+            f"{context}: choose a smaller --prompt or --new."
+        )
+    chunk = _prefill_tokens()
+    for batch in setting.batches:
+        if setting.prompt <= chunk:
+            late = -(-batch // (chunk // setting.prompt)) - 1
+        else:
+            late = (batch - 1) * -(-setting.prompt // chunk)
+        if setting.new < late + 2:
+            raise UserError(
+                f"{setting.new} tokens are too few to time a step of {batch} texts, whose prompts take {late} steps to "
+                f"read: choose --new {late + 2} or more, a shorter --prompt or a smaller --batch."
+            )
+
+
+def _prefill_tokens() -> int:
+    return 8192 if hardware.detect().device == "cuda" else 512
 
 
 def _row(
@@ -106,6 +142,7 @@ def _row(
         int8=setting.int8,
         speculate=setting.speculate,
         guesses=setting.guesses,
+        prefill_tokens=_prefill_tokens(),
     )
     sampling = Sampling(temperature=setting.temperature, seed=0)
     with Engine(model, None, options, draft=draft) as engine:

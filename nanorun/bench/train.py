@@ -22,6 +22,7 @@ import torch
 
 from nanorun.bench.record import record
 from nanorun.config import Config
+from nanorun.console import Progress, say, seconds
 from nanorun.runs import Run
 from nanorun.train import loop
 from nanorun.train.base import Options, assemble
@@ -41,6 +42,7 @@ def bench_train(
         result["first_step_cold_s"] = result.pop("first_step_s")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        say("once more in a fresh process, with warm compile caches")
         result["first_step_warm_s"] = _first_step_elsewhere(config, options)
     return result
 
@@ -49,12 +51,18 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
-        with training.loader:
+        with training.loader, Progress("timing steps", 1 + WARM_STEPS + steps, "step") as bar:
             first = loop.train_step(training)
             until_first = time.perf_counter() - begin
-            timed = [loop.train_step(training) for _ in range(WARM_STEPS + steps)][WARM_STEPS:]
-    seconds = statistics.median(step.seconds for step in timed)
-    speed = timed[0].tokens / seconds
+            bar.advance(1)
+            bar.note(f"first step after {seconds(until_first)}")
+            done = []
+            for _ in range(WARM_STEPS + steps):
+                done.append(loop.train_step(training))
+                bar.advance(1, f"{done[-1].tokens / done[-1].seconds:,.0f} tokens/s")
+    timed = done[WARM_STEPS:]
+    median = statistics.median(step.seconds for step in timed)
+    speed = timed[0].tokens / median
     cuda = training.device.type == "cuda"
     peak = training.peak_flops
     return record(
@@ -67,7 +75,7 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
         attention=sorted({layer.attention.backend for layer in training.model.layers()}),
         steps=steps,
         tokens_per_s=round(speed),
-        ms_per_step=round(1e3 * seconds, 2),
+        ms_per_step=round(1e3 * median, 2),
         mfu=config.model.flops_per_token * speed / peak if peak else None,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         first_step_s=round(until_first, 1),

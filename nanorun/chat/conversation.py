@@ -28,7 +28,7 @@ from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settin
 from nanorun.infer.sandbox import Sandbox
 from nanorun.infer.tools import Function, ToolState, calculate, python_tool
 from nanorun.model.gpt import GPT
-from nanorun.runs import CHAT_KINDS, newest_speaker
+from nanorun.runs import CHAT_KINDS, speakers
 from nanorun.text.chat import ConversationCut, Part, ReplyStream, join_pieces, render, render_prompt
 from nanorun.text.store import open_tokenizer
 
@@ -56,7 +56,7 @@ class Speaker:
 
     def __init__(self, options: Options) -> None:
         function = _function(options.tools)
-        self.name, self.step, config, model = load_model(options.model or newest_speaker())
+        self.name, self.step, config, model = load_model(options.model, speakers())
         self.chats = config.kind in CHAT_KINDS
         self.parameters = config.model.total_parameters
         if not self.chats and (options.system is not None or options.tools == "python"):

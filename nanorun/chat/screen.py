@@ -13,6 +13,8 @@ import os
 import sys
 from typing import TextIO
 
+from nanorun.chat.wrap import Wrap
+
 _DIM, _BOLD, _NORMAL = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _UNSAFE = {code: f"^{chr(code ^ 64)}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
 _DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -40,6 +42,7 @@ class Screen:
         self._styled, self._styled_notes = styled(sys.stdout), styled(sys.stderr)
         self._kind, self._code = "text", ""  # of the part that is being shown
         self._empty, self._in_line = True, False  # nothing of the answer is there; it ends within a line
+        self._wrap = Wrap(0)  # as wide as the terminal is when an answer begins
 
     def prompt(self) -> str:
         """What the person is asked with, none if no one watches. readline must be told what has no width."""
@@ -69,6 +72,8 @@ class Screen:
         self._turn_to("text")
         if self._in_line:
             self._write("\n")
+        sys.stdout.write(self._wrap.rest())
+        sys.stdout.flush()
         self._empty = True
 
     def note(self, text: str) -> None:
@@ -94,12 +99,22 @@ class Screen:
             self._write("\n= " if "\n" in self._code else " = ")
 
     def _write(self, text: str) -> None:
-        if text:
-            sys.stdout.write(visible(text) if self.watched else text)
-            sys.stdout.flush()
-            self._empty, self._in_line = False, not text.endswith("\n")
+        if not text:
+            return
+        if self._empty:
+            self._wrap = Wrap(_columns() if self.watched else 0)
+        sys.stdout.write(self._wrap.feed(visible(text)) if self.watched else text)
+        sys.stdout.flush()
+        self._empty, self._in_line = False, not text.endswith("\n")
 
     def _style(self, code: str) -> None:
         if self._styled:
-            sys.stdout.write(code)
+            sys.stdout.write(self._wrap.rest() + code)
             sys.stdout.flush()
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except OSError:  # a terminal that does not say
+        return 0

@@ -32,6 +32,7 @@ _SETTINGS: dict[str, type] = {
     "seed": int,
     "max_tokens": int,
 }
+_FOR_DIALOGUES = ("system", "load")  # a base model, which continues texts, has no use for these
 _HELP = {
     "help": "what you are reading",
     "reset": "forgets everything that was said",
@@ -215,9 +216,14 @@ class Terminal:
     # -- commands ------------------------------------------------------------------------------------
 
     def _help(self, _: str) -> None:
-        width = max(map(len, _HELP)) + 3
+        listed = dict(_HELP)
+        if not self._chats:
+            listed = {name: text for name, text in _HELP.items() if name.split()[0] not in _FOR_DIALOGUES}
+            listed["retry"] = "goes on from the same place in another way"
+            listed["save [FILE]"] = "writes the texts, as data to train on"
+        width = max(map(len, listed)) + 3
         others = ", ".join(f"/{name}" for name in _SETTINGS if name != "temperature")
-        lines = [f"/{name:<{width}}{text}" for name, text in _HELP.items()]
+        lines = [f"/{name:<{width}}{text}" for name, text in listed.items()]
         self._screen.note("\n".join([*lines, f"{others}: likewise; without a value, they say what is set"]))
 
     def _reset(self, _: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanorun import home
-from nanorun.errors import UserError
+from nanorun.errors import UserError, json_fault
 
 MANIFEST = "dataset.json"
 ROW_GROUP_DOCUMENTS = 1000
@@ -139,7 +139,7 @@ def _read_manifest(folder: Path) -> Dataset:
             raise UserError(
                 f"{path} has format {record['format']} {record['version']}, which this nanorun cannot read."
             )
-        shards = tuple(Shard(**shard) for shard in record["shards"])
+        shards = tuple(_shard(entry) for entry in record["shards"])
         if any("/" in shard.file or "\\" in shard.file or shard.file.startswith(".") for shard in shards):
             raise UserError(f"{path} names files outside its folder: do not trust this dataset.")
         return Dataset(
@@ -151,8 +151,19 @@ def _read_manifest(folder: Path) -> Dataset:
             tokenizer=record["tokenizer"],
             created=record["created"],
         )
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give yourself the rights.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}): add or get the dataset again.") from error
+        fault = json_fault(error) if isinstance(error, ValueError) else "not all is there"
+        raise UserError(f"{path} is damaged ({fault}): add or get the dataset again.") from error
+
+
+def _shard(entry: dict[str, Any]) -> Shard:
+    shard = Shard(**entry)
+    counts = (shard.documents, shard.text_bytes or 0, shard.file_bytes, shard.row_groups, shard.tokens)
+    if not all(isinstance(count, int) for count in counts) or not isinstance(shard.file, str):
+        raise ValueError("a shard's counts are no numbers")
+    return shard
 
 
 class ParquetWriter:

@@ -76,6 +76,7 @@ def _counted(documents: Iterator[str], bar: Progress) -> Iterator[str]:
 
 
 def _download(name: str, shards: int | None, workers: int) -> Dataset:
+    home.make_home()
     folder = home.data_dir() / name
     known: dict[str, Shard] = {}
     if (folder / MANIFEST).is_file():
@@ -128,7 +129,7 @@ def newest_text(name: str | None = None) -> Dataset:
         return dataset
     newest = open_dataset()
     if newest.kind != "parquet":
-        texts = [d for d in map(open_dataset, dataset_names()) if d.kind == "parquet"]
+        texts = [dataset for dataset in list_datasets()[0] if dataset.kind == "parquet"]
         if not texts:
             raise UserError(
                 "There is no dataset of text here, only tokens: nanorun data add FILE... makes one."

@@ -32,7 +32,7 @@ from nanorun.errors import UserError
 from nanorun.evals.replies import Answer, Manner, answer_task, asked
 from nanorun.infer.sandbox import SandboxUnavailable
 from nanorun.model.gpt import GPT
-from nanorun.runs import list_runs
+from nanorun.runs import speakers
 from nanorun.tasks.task import Task
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def evaluate_chat(options: Options) -> dict[str, Any]:
     """Answers, judges and keeps; the figures as one record."""
     from nanorun.evals.run import load_model
 
-    name, step, config, model = load_model(options.model or newest_chat_model())
+    name, step, config, model = load_model(options.model, speakers())
     tokenizer = open_tokenizer(config.tokenizer)
     tasks = _open_tasks(options, config.data)
     answers = answer_tasks(model, tokenizer, tasks, options.manner, options.max_per_task)
@@ -99,11 +99,6 @@ def judge_file(path: Path, trusted: Sequence[str] = (), folder: Path | None = No
     beside = path.with_name(f"{path.stem}-judged.jsonl")
     write_replies(beside, about, judged)
     return record("chat", **about, **score(tasks, judged), replies=str(beside))
-
-
-def newest_chat_model() -> str | None:
-    runs = [run for run in list_runs() if run.checkpoint is not None and run.kind in ("sft", "rl")]
-    return runs[0].name if runs else None
 
 
 def open_task(spec: str, split: str, folder: Path | None = None) -> Task:

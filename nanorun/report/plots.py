@@ -117,7 +117,7 @@ def _draw(figure: "Figure", runs: Runs) -> None:
 
     losses, norms = lines(steps, "loss"), lines(steps, "grad_norm")
     ends = [
-        _panel(loss, "training loss", losses, smooth=True),
+        _panel(loss, "training loss, nats a token", losses, smooth=True),
         _panel(bpb, "validation, bits per byte", lines(evals, "val_bpb")),
         _panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=True),
     ]

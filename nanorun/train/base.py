@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import hardware, plan
+from nanorun import hardware, home, plan
 from nanorun.config import Backend, Config, Dtype, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
@@ -20,11 +20,12 @@ from nanorun.data.loader import Batch, Loader
 from nanorun.data.packing import Packing
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import ConversationSource, Source, open_source
-from nanorun.errors import UserError
+from nanorun.errors import UserError, json_fault
 from nanorun.evals.bpb import BpbResult, evaluate_bpb
 from nanorun.infer.plain import generate
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT, build
+from nanorun.model.loss import IGNORE
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import Run, read_metrics, write_json
@@ -48,6 +49,7 @@ class Options:
     deterministic: bool = False
     track: str | None = None
     samples: int = 10
+    longest_days: float | None = None  # a new run that would take longer by the plan is refused
 
 
 def configure(
@@ -87,7 +89,7 @@ def read_config(path: Path) -> Config:
     except OSError as error:
         raise UserError(f"Cannot read the configuration {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): use a run's config.json.") from error
+        raise UserError(f"{path} is not JSON ({json_fault(error)}): use a run's config.json.") from error
 
 
 def override(config: Config, model: dict[str, Any], train: dict[str, Any], **names: str | None) -> Config:
@@ -118,6 +120,10 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
     check_vocabulary(config, open_tokenizer(config.tokenizer))
     if options.track:
         require(options.track)
+    begun = not options.fresh and checkpoint.steps(home.runs_dir() / name / "checkpoints")
+    made = None if begun else make_plan(config, options)
+    if made is not None and options.longest_days is not None:
+        plan.refuse_longer_than(options.longest_days, made)
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
@@ -126,16 +132,24 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
             say(f"run '{name}' is finished already, at step {found.step}")
             summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
             return summary
-        planned = plan.plan_record(plan.make_plan(config, device_batch=options.device_batch))
+        made = made or make_plan(config, options)
+        planned = plan.plan_record(made)
         write_json(run.folder / "plan.json", planned)
+        left = 1 - found.step / config.train.steps if found is not None else 1
         say(
-            f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {planned['gpu']}: about "
-            f"{seconds(60 * planned['minutes'])} by the plan"
+            f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {made.gpu.name}: about "
+            f"{seconds(left * made.seconds)}{' more' if left < 1 else ''} by the plan"
         )
         training, finished = train_within_memory(config, run, options, found)
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
         return finish(training, options, planned)
+
+
+def make_plan(config: Config, options: Options) -> plan.Plan:
+    """What to expect of this run on this machine, with the validation text that is here."""
+    there = plan.validation_tokens(open_dataset(config.data), open_tokenizer(config.tokenizer))
+    return plan.make_plan(config, device_batch=options.device_batch, validation_tokens=there)
 
 
 @dataclass(frozen=True)
@@ -291,11 +305,11 @@ def make_deterministic() -> None:
 
 def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
     """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
-    found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
-    found = found or hardware.this_gpu()
-    wanted = plan.comfortable_rows(config.model, found)
+    wanted = plan.comfortable_rows(config.model, machine.device)
     if machine.device == "cpu":
         return wanted
+    found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
+    found = found or hardware.this_gpu()
     fits = plan.largest_batch(config.model, found, 1, config.model.recompute)
     if fits < 1:
         raise UserError(
@@ -333,7 +347,6 @@ def evaluate_on(
     packing: Packing = "padded" if isinstance(source, ConversationSource) else "best_fit"
     where = device if device.type != "mps" else torch.device("cpu")  # sums are in float64, which MPS has not
     sizes = torch.from_numpy(tokenizer.token_bytes(config.model.padded_vocab)).to(where)
-    batches = max(max_tokens // (rows * config.model.context), 1) if max_tokens is not None else None
 
     @torch.no_grad()
     def losses(batch: Batch) -> Tensor:
@@ -342,9 +355,22 @@ def evaluate_on(
     def evaluate() -> BpbResult:
         order = RowOrder(packing, shuffle=False, epochs=1)
         with Loader(source, rows=rows, context=config.model.context, order=order) as loader:
-            return evaluate_bpb(losses, islice(loader, batches), sizes)
+            return evaluate_bpb(losses, first_tokens(loader, max_tokens), sizes)
 
     return evaluate
+
+
+def first_tokens(batches: Iterable[Batch], most: int | None) -> Iterator[Batch]:
+    """Batches with this many targets in all, no matter how many a batch has: of the last, the rest is ignored."""
+    left = most
+    for batch in batches:
+        if left is not None and batch.trained_tokens >= left:
+            wanted = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets) <= left
+            yield replace(batch, targets=torch.where(wanted, batch.targets, IGNORE), trained_tokens=left)
+            return
+        yield batch
+        if left is not None:
+            left -= batch.trained_tokens
 
 
 def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[str, Any]:

@@ -195,10 +195,13 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 continue
             minutes = (time.monotonic() - last_save) / 60
             if evaluation_due(t) or t.step % train.save_every == 0 or minutes >= train.save_minutes:
-                save(t)
+                with bar.aside():
+                    save(t)
                 last_save = time.monotonic()
             if evaluation_due(t):
-                bar.note(f"{log_evaluation(t).sentence()} at step {t.step}")
+                with bar.aside():
+                    result = log_evaluation(t)
+                bar.note(f"{result.sentence()} at step {t.step}")
         if t.step < train.steps:
             save(t)
     return t.step == train.steps

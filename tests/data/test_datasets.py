@@ -166,7 +166,7 @@ def test_a_writer_sweeps_all_that_the_dead_left_and_puts_back_what_was_put_aside
 @pytest.mark.parametrize("where", ["/proc/nowhere", "/dev/null"])
 def test_a_home_that_cannot_be_written_is_one_sentence(monkeypatch, corpus, where):
     monkeypatch.setenv("NANORUN_HOME", where)
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match=f"NANORUN_HOME is {where}, which .*: name a folder"):
         add_files([corpus])
 
 

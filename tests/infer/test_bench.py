@@ -1,7 +1,10 @@
 """`bench infer` reports what was really done."""
 
+from dataclasses import replace
+
 import pytest
 
+from nanorun import hardware
 from nanorun.bench import infer
 from nanorun.errors import UserError
 
@@ -19,9 +22,6 @@ def test_a_row_for_each_batch_size(speculate):
 
 
 def test_bytes_of_a_step_are_the_matrices_and_the_keys_in_sight(monkeypatch):
-    from dataclasses import replace
-
-    from nanorun import hardware
     from nanorun.config import scale_model
     from nanorun.infer.weights import Weights
     from nanorun.model.gpt import build
@@ -43,3 +43,21 @@ def test_bytes_of_a_step_are_the_matrices_and_the_keys_in_sight(monkeypatch):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UserError, match="do not fit"):
         infer.bench_infer(1, None, infer.Setting(prompt=2000, new=100))
+
+
+def test_too_few_tokens_are_refused_before_anything_is_built_and_as_many_as_named_are_enough(monkeypatch):
+    wanted = infer.Setting((3,), prompt=300, new=3)  # on a CPU they are read one a step
+    if hardware.detect().device != "cpu":
+        pytest.skip("there is a GPU here")
+    with monkeypatch.context() as patch:
+        patch.setattr(infer, "build", None)
+        with pytest.raises(UserError, match="choose --new 4"):
+            infer.bench_infer(1, None, wanted)
+    assert infer.bench_infer(1, None, replace(wanted, new=4))["rows"][0]["batch"] == 3
+
+
+def test_rows_are_told_as_they_come(capsys):
+    infer.bench_infer(1, None, infer.Setting((1, 2), prompt=8, new=4))
+    told = capsys.readouterr().err.splitlines()
+    assert [line[:6] for line in told] == ["timing", "    " + told[1][4:6], "timing", "    " + told[3][4:6]]
+    assert "tokens/s" in told[1]

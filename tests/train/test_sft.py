@@ -36,6 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the lantern island harbour of a small light candle window is green and old boats come home".split()
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with a small base model and a mixture of long and short conversations, made once."""
@@ -50,17 +53,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_mixture(home)
     patch.undo()
     return home
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch, world: Path) -> None:
-    """Sums in one order, here and in child processes, and no fight for the cores."""
-    monkeypatch.setenv("NANORUN_HOME", str(world))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_mixture(home: Path) -> None:

@@ -16,15 +16,20 @@ import torch
 from safetensors.torch import load_file
 
 from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_model
+from nanorun.data.dataset import open_dataset
 from nanorun.data.get import make_sample
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
+from nanorun.model.gpt import build
 from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, checkpoint, loop
 from nanorun.train.base import Options, train_base
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +42,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_on(dataset, 300, name="sample", max_bytes=10**6)
     patch.undo()
     return home
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch, world: Path) -> None:
-    """Sums in one order, here and in child processes, and no fight for the cores."""
-    monkeypatch.setenv("NANORUN_HOME", str(world))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(steps: int = 12, **changes) -> Config:
@@ -451,3 +445,14 @@ def test_what_cannot_be_trained_leaves_no_run_behind(world):
         with pytest.raises(UserError, match=reason):
             train_base(config, Options(name="nothing"))
         assert not (world / "runs" / "nothing").exists()
+
+
+@pytest.mark.parametrize("most", [1, 100, 1000])
+def test_an_evaluation_takes_exactly_as_many_tokens_as_asked_for_whatever_the_micro_batch(most):
+    config, tokenizer = tiny(), open_tokenizer("sample")
+    model, device = build(config.model, torch.device("cpu"), torch.float32), torch.device("cpu")
+    data = open_dataset("sample")
+    results = [base.evaluator(config, data, tokenizer, model, device, rows, most)() for rows in (1, 3, 8)]
+    assert [result.tokens for result in results] == [most] * 3
+    assert len({result.bytes for result in results}) == 1
+    assert results[0].bpb == pytest.approx(results[2].bpb, rel=1e-5)

@@ -1,0 +1,113 @@
+"""`nanorun data`: get, add, ls, tokenize."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nanorun import console
+from nanorun.cli.options import Json, Replace, example, show
+
+app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
+
+
+@app.command("get", epilog=example("nanorun data get fineweb-edu --shards 8"))
+def data_get(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="sample, climbmix, fineweb-edu, fineweb10B or core."),
+    ],
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="How many training shards (default: 8, about 1 GB).")
+    ] = None,
+    size: Annotated[str, typer.Option(help="How much of the sample world to write, such as 20MB.")] = "8MB",
+    seed: Annotated[int, typer.Option(min=0, help="Another seed tells other stories of the same world.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Downloads at a time.")] = 4,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Gets named corpora, or CORE's tasks: the sample world is written here, the others are downloaded (and
+    resumed)."""
+    from nanorun import tables
+    from nanorun.data import get
+
+    named = [name for name in names if name != "core"]
+    datasets = [get.get_dataset(name, shards, get.parse_size(size), seed, workers, replace) for name in named]
+    records: dict[str, Any] = {"datasets": [tables.dataset_record(d) for d in datasets]}
+    text = tables.datasets_table(datasets) if datasets else ""
+    if "core" in names:
+        records["core"] = str(get.get_core_bundle(replace).where)
+        text = f"{text}\n\nCORE's tasks are in {records['core']}: nanorun eval core".strip()
+    show(records, as_json, text)
+
+
+@app.command("add", epilog=example("nanorun data add ~/notes more.jsonl.xz --name mine --val held-out.txt"))
+def data_add(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH...", help="Files or folders: parquet, jsonl, txt; plain, .gz, .xz, .zst."
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What to call it (default: after the file or folder).")
+    ] = None,
+    val: Annotated[
+        Path | None, typer.Option(help="The validation text (default: one document in 100).")
+    ] = None,
+    column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    split: Annotated[
+        str | None, typer.Option(help="Split txt files into documents at this text (\\n is a line end).")
+    ] = None,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Makes a dataset of your own files."""
+    from nanorun import tables
+    from nanorun.data.add import add_files
+
+    separator = split.replace("\\n", "\n").replace("\\t", "\t") if split is not None else None
+    dataset = add_files(paths, name=name, val=val, column=column, separator=separator, replace=replace)
+    show(tables.dataset_record(dataset), as_json, tables.datasets_table([dataset]))
+
+
+@app.command("ls", epilog=example("nanorun data ls --verify"))
+def data_ls(
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every shard and compare its checksum.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What data is here."""
+    from nanorun import tables
+    from nanorun.data.get import list_datasets
+
+    datasets, broken = list_datasets(verify)
+    records = [tables.dataset_record(d) for d in datasets]
+    show({"datasets": records, "broken": broken}, as_json, tables.datasets_table(datasets))
+    for sentence in broken:
+        console.say(sentence)
+    raise typer.Exit(2 if broken else 0)
+
+
+@app.command("tokenize", epilog=example("nanorun data tokenize mine --tokenizer mine"))
+def data_tokenize(
+    dataset: Annotated[str | None, typer.Argument(help="A dataset of text (default: the newest).")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's name (default: the newest).")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to call the result (default: DATASET-TOKENIZER).")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="Threads; 0 is one a core.")] = 0,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Tokenizes a dataset once into memory-mapped .bin shards, so that training need not."""
+    from nanorun import tables
+    from nanorun.data.bins import tokenize_dataset
+    from nanorun.data.get import newest_text
+    from nanorun.text.store import open_tokenizer
+
+    made = tokenize_dataset(
+        newest_text(dataset), open_tokenizer(tokenizer), name=name, threads=threads, replace=replace
+    )
+    show(tables.dataset_record(made), as_json, tables.datasets_table([made]))

@@ -1,0 +1,51 @@
+"""`nanorun tok`: train, eval."""
+
+from typing import Annotated
+
+import typer
+
+from nanorun.cli.options import Json, Replace, example, show
+
+app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
+
+
+@app.command("train", epilog=example("nanorun tok train --vocab 32768 --data mine"))
+def tok_train(
+    vocab: Annotated[int, typer.Option(help="Tokens in all, the nine special ones included.")] = 32768,
+    data: Annotated[str | None, typer.Option(help="The dataset to learn from (default: the newest).")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to call it (default: after the dataset and size).")
+    ] = None,
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", help="Text to learn from at most, such as 2GB.")
+    ] = "2GB",
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Trains a byte-level BPE tokenizer on the training text of a dataset."""
+    from nanorun import tables
+    from nanorun.data.get import newest_text, parse_size
+    from nanorun.data.vocabulary import train_on
+
+    result = train_on(newest_text(data), vocab, name=name, max_bytes=parse_size(max_bytes), replace=replace)
+    show(result, as_json, tables.trained_tokenizer(result))
+
+
+@app.command("eval", epilog=example("nanorun tok eval --tokenizer mine-32768 --json"))
+def tok_eval(
+    tokenizer: Annotated[
+        list[str] | None, typer.Option(help="Tokenizers to compare (default: the newest).")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Whose validation text (default: what it was trained on).")
+    ] = None,
+    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Text to encode at most.")] = "100MB",
+    as_json: Json = False,
+) -> None:
+    """Compression and speed on validation text, beside GPT-2's and GPT-4's where their files are at hand."""
+    from nanorun import tables
+    from nanorun.data.get import parse_size
+    from nanorun.data.vocabulary import evaluate
+
+    result = evaluate(tokenizer or [], data, parse_size(max_bytes))
+    show(result, as_json, tables.tokenizers_table(result))

@@ -1,0 +1,244 @@
+"""`nanorun train`: base, sft, rl."""
+
+import functools
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanorun import console
+from nanorun.cli.options import (
+    BackendName,
+    BatchTokens,
+    Compile,
+    Data,
+    Deterministic,
+    DeviceBatch,
+    DtypeName,
+    Flops,
+    Fresh,
+    Json,
+    Ratio,
+    Steps,
+    TaskFiles,
+    TokenizerName,
+    Tokens,
+    Track,
+    check_dtype,
+    example,
+    run_options,
+    show,
+)
+from nanorun.errors import UserError
+
+app = typer.Typer(help="Training: the base model, conversation, reinforcement.", no_args_is_help=True)
+
+
+@app.command("base", epilog=example("nanorun train base --depth 12 --data mine-mine-32768"))
+def train_base(
+    depth: Annotated[int | None, typer.Option(min=1, max=200, help="The one dial (default: 12).")] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name (default: base-dDEPTH).")] = None,
+    ratio: Ratio = None,
+    tokens: Tokens = None,
+    flops: Flops = None,
+    steps: Steps = None,
+    batch_tokens: BatchTokens = None,
+    device_batch: DeviceBatch = None,
+    context: Annotated[int | None, typer.Option(min=2, help="Tokens in a row (default: 2048).")] = None,
+    data: Data = None,
+    tokenizer: TokenizerName = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of weights and data order (default: 0).")] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints (default: 500).")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between evaluations (default: 250; 0: only at the end).")
+    ] = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, a third more time.")] = False,
+    deterministic: Deterministic = False,
+    attention: BackendName = "auto",
+    dtype: DtypeName = "auto",
+    compiled: Compile = True,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Start from a run's config.json.")
+    ] = None,
+    track: Track = None,
+    fresh: Fresh = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Also where the plan says more than a day.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Pretrains a model. A run whose folder exists goes on where it stopped."""
+    from nanorun import tables
+    from nanorun.config import Horizon
+    from nanorun.plan import TooLong
+    from nanorun.train import base
+
+    options = run_options(name, fresh, device_batch, attention, dtype, compiled, deterministic, track)
+    train = {"seed": seed, "save_every": save_every, "eval_every": eval_every}
+    if config_file is not None:
+        if not all(value is None for value in (depth, context, ratio, tokens, flops)):
+            raise UserError(
+                "--depth, --context, --ratio, --tokens and --flops derive everything anew: leave out --config, or them."
+            )
+        config = base.override(
+            base.read_config(config_file),
+            {"recompute": recompute or None},
+            {**train, "steps": steps, "batch_tokens": batch_tokens},
+            data=data,
+            tokenizer=tokenizer,
+        )
+    else:
+        config = base.configure(
+            depth or 12,
+            horizon=Horizon(ratio, tokens, flops, steps),
+            context=context or 2048,
+            batch_tokens=batch_tokens,
+            data=data,
+            tokenizer=tokenizer,
+            model_changes={"recompute": recompute},
+            train_changes={key: value for key, value in train.items() if value is not None},
+        )
+    try:
+        summary = base.train_base(config, replace(options, longest_days=None if yes else 1.0))
+    except TooLong as error:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        console.say(str(error))
+        if not typer.confirm("Train it all the same?", err=True):
+            raise typer.Exit(2) from None
+        summary = base.train_base(config, options)
+    show(summary, as_json, tables.run_summary(summary))
+
+
+@app.command("sft", epilog=example("nanorun train sft --from base-d12 --mixture sft --task mine.py"))
+def train_sft(
+    parent: Annotated[
+        str | None, typer.Option("--from", help="The run to begin from (default: the newest base model).")
+    ] = None,
+    mixture: Annotated[str, typer.Option(help="sft, mid, sample, or a .json file (docs/tasks.md).")] = "sft",
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="A task of yours as well, FILE.py or FILE.py:Class. Its code is run."),
+    ] = None,
+    task_files: TaskFiles = None,
+    name: Annotated[str | None, typer.Option(help="The run's name (default: after its parent).")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the mixture (default: 1).")] = None,
+    steps: Steps = None,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens in a step (default: the parent's, less where that makes few steps)."
+        ),
+    ] = None,
+    device_batch: DeviceBatch = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens in a row (default: the parent's).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of conversations.")] = 0,
+    warm: Annotated[
+        bool, typer.Option("--warm/--cold", help="With the parent's optimizer state, or without.")
+    ] = True,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints (default: the parent's).")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between evaluations (default: four in all).")
+    ] = None,
+    deterministic: Deterministic = False,
+    attention: BackendName = "auto",
+    dtype: DtypeName = "auto",
+    compiled: Compile = True,
+    track: Track = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Teaches a base model to converse. A run whose folder exists goes on where it stopped."""
+    from nanorun import tables
+    from nanorun.train import sft
+
+    if steps is not None and steps < 1:
+        raise UserError(f"--steps is {steps}: it must be at least 1.")
+    options = run_options(name, fresh, device_batch, attention, dtype, compiled, deterministic, track)
+    choices = sft.Choices(
+        parent=parent,
+        mixture=mixture,
+        tasks=task or (),
+        folder=task_files,
+        warm=warm,
+        context=context,
+        batch_tokens=batch_tokens,
+        steps=steps,
+        epochs=epochs,
+        seed=seed,
+        save_every=save_every,
+        eval_every=eval_every,
+    )
+    summary = sft.train_sft(choices, options)
+    show(summary, as_json, tables.run_summary(summary))
+
+
+@app.command("rl", epilog=example("nanorun train rl --task gsm8k --steps 200"))
+def train_rl(
+    task: Annotated[
+        list[str] | None, typer.Option(help="What to learn: a name, or file.py:Class. May be given again.")
+    ] = None,
+    parent: Annotated[
+        str | None, typer.Option("--from", help="The run to start from (default: the newest sft, or base).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name (default: rl-dDEPTH).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: all problems once).")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Problems a step.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies to each problem.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
+    clip: Annotated[
+        float | None, typer.Option(help="PPO's limit to the ratio, such as 0.2 (default: none).")
+    ] = None,
+    kl: Annotated[float, typer.Option(help="Pull towards the start, such as 0.01.")] = 0.0,
+    inner_updates: Annotated[int, typer.Option(min=1, help="Updates by the samples of one step.")] = 1,
+    normalize_std: Annotated[
+        bool, typer.Option("--normalize-std", help="Divide advantages by their deviation.")
+    ] = False,
+    eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
+    device_batch: Annotated[int | None, typer.Option(min=1, help="Replies in a micro-batch.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the problems' order and the samples.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 25,
+    eval_every: Annotated[
+        int, typer.Option(min=0, help="Steps between evaluations; 0: only at the end.")
+    ] = 25,
+    deterministic: Deterministic = False,
+    dtype: DtypeName = "auto",
+    compiled: Compile = True,
+    files: TaskFiles = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Reinforcement learning: a chat model gets better at a task by trying. Goes on where it stopped."""
+    from nanorun import tables
+    from nanorun.evals.chat import open_task
+    from nanorun.train import rl
+
+    opener = functools.partial(open_task, folder=files)
+    options = rl.Options(fresh, device_batch, check_dtype(dtype), compiled, deterministic)
+    run, config, learning = rl.configure(
+        task or [],
+        parent=parent,
+        name=name,
+        fresh=fresh,
+        steps=steps,
+        open_task=opener,
+        train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
+        problems=problems,
+        samples=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        clip=clip,
+        kl=kl,
+        inner_updates=inner_updates,
+        normalize_std=normalize_std,
+        eval_problems=eval_problems,
+    )
+    summary = rl.train_rl(run, config, learning, options, opener)
+    show(summary, as_json, tables.rl_summary(summary))
