@@ -58,7 +58,7 @@ class Speaker:
         function = _function(options.tools)
         self.name, self.step, config, model = load_model(options.model, speakers())
         self.chats = config.kind in CHAT_KINDS
-        self.parameters = config.model.total_parameters
+        self.parameters, self.data = config.model.total_parameters, config.data
         if not self.chats and (options.system is not None or options.tools == "python"):
             unknown = "--system" if options.system is not None else "--tools python"
             raise UserError(f"'{self.name}' is a base model, which only continues text: leave out {unknown}.")
@@ -78,8 +78,9 @@ class Speaker:
         ]
         self.engine = self.engines[0]
         self.tool: Callable[[], Tool] | None = None
+        self.tool_name: str | None = None
         if self.chats and function is not None:
-            self.tool = lambda: ToolState(tokenizer, function)
+            self.tool, self.tool_name = lambda: ToolState(tokenizer, function), options.tools
         # Whatever begins another message ends an answer. A base model has not learned what the others mean.
         tools = {token for token in tokenizer.special if "python" in token or "output" in token}
         kept = tools if self.chats else set()

@@ -36,6 +36,7 @@ from nanorun.serve.metrics import CONTENT_TYPE, Metrics
 from nanorun.serve.options import Options
 from nanorun.serve.prompts import Prompts
 from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation
+from nanorun.serve.suggestions import suggest
 
 WEB = Path(__file__).parent / "web"
 QUICK = 4_096  # characters that are encoded at once, without a thread
@@ -127,15 +128,18 @@ class Service:
         return {"object": "list", "data": [self.model()]}
 
     def model(self) -> dict[str, Any]:
-        kind = "chat" if self.speaker.chats else "base"
-        described = {"kind": kind, "context": self.prompts.context, "parameters": self.speaker.parameters}
-        return {
-            "id": self.speaker.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "nanorun",
-            "nanorun": {**described, "step": self.speaker.step},
+        speaker, sampling = self.speaker, self.options.sampling
+        card = {"id": speaker.name, "object": "model", "created": self.created, "owned_by": "nanorun"}
+        described = {
+            "kind": "chat" if speaker.chats else "base",
+            "context": self.prompts.context,
+            "parameters": speaker.parameters,
+            "step": speaker.step,
+            "tool": speaker.tool_name,
+            "sampling": {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")},
+            "suggestions": suggest(speaker),
         }
+        return {**card, "nanorun": described}
 
     def health(self) -> tuple[int, dict[str, Any]]:
         broken = any(engine.broken for engine in self.speaker.engines)
@@ -261,9 +265,12 @@ def _page(web: Path) -> dict[str, Path]:
     return routes
 
 
-def _file(path: Path) -> Callable[[], Any]:
-    async def read() -> FileResponse:
-        return FileResponse(path)
+def _file(path: Path) -> Callable[..., Any]:
+    async def read(request: Request) -> Response:
+        response = FileResponse(path, stat_result=path.stat())  # with the file's ETag
+        if request.headers.get("if-none-match") == response.headers["etag"]:
+            return Response(status_code=304, headers={"etag": response.headers["etag"]})
+        return response
 
     return read
 

@@ -28,8 +28,9 @@ log = logging.getLogger("nanorun.serve")
 THROWN_AWAY = 64 * 2**20  # bytes of a body that is too large
 SECURITY = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
-        "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"  # text cannot become markup, whatever a script does
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

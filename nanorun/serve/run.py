@@ -117,4 +117,5 @@ def _greet(options: Options, port: int, speaker: conversation.Speaker, slots: in
     console.say(f"'{speaker.name}' ({kind}), {slots} answers at a time")
     if options.host not in LOOPBACK and options.api_key is None:
         console.say("Anyone who can reach this machine can use it: --api-key asks for a key.")
+    console.say(f"To talk to it, open http://{host}:{port} in a browser. The API:")
     print(f"http://{host}:{port}/v1", flush=True)

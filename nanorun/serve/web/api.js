@@ -1,0 +1,113 @@
+// The server: its model, and answers as they are written. Whatever goes wrong becomes one sentence.
+
+export class Trouble extends Error {
+  constructor(sentence, status = 0) {
+    super(sentence);
+    this.status = status;
+  }
+}
+
+const UNREACHABLE = "The server cannot be reached: check that it is running, then try again.";
+const LOST = "The connection was lost before the answer was complete: try again.";
+
+/** The model's card, as /v1/models tells it. */
+export async function fetchModel(key) {
+  const response = await send("v1/models", { headers: headers(key) });
+  try {
+    const card = (await response.json()).data[0];
+    return { id: String(card.id), kind: "chat", suggestions: [], sampling: {}, ...card.nanorun };
+  } catch {
+    throw new Trouble("What answers here is not a nanorun server: check the address.");
+  }
+}
+
+/**
+ * Yields { kind, text } for each piece of the answer ("text", or a tool's "python", "output", "guess"), then
+ * { finish } and { tokens }. A base model has `prompt` in place of `messages`.
+ */
+export async function* answer(request, key, signal) {
+  const path = "messages" in request ? "v1/chat/completions" : "v1/completions";
+  const body = JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true } });
+  const asked = {
+    method: "POST",
+    headers: { ...headers(key), "content-type": "application/json" },
+    body,
+    signal,
+  };
+  const response = await send(path, asked);
+  for await (const data of events(response, signal)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Trouble(String(chunk.error.message));
+    if (chunk.usage) yield { tokens: chunk.usage.completion_tokens };
+    for (const { delta, text, finish_reason: finish } of chunk.choices ?? []) {
+      const said = delta?.content ?? text;
+      if (said) yield { kind: "text", text: said };
+      for (const part of delta?.nanorun_parts ?? []) yield { kind: part.type, text: part.text };
+      if (finish) yield { finish };
+    }
+  }
+  throw new Trouble(LOST);
+}
+
+async function* events(response, signal) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  try {
+    while (true) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const lines = (held + value).split("\n");
+      held = lines.pop();
+      for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6).trimEnd();
+    }
+  } catch (error) {
+    if (signal.aborted || error instanceof Trouble) throw error;
+    throw new Trouble(LOST);
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+const headers = (key) => (key ? { authorization: `Bearer ${key}` } : {});
+
+async function send(path, options) {
+  let response;
+  try {
+    response = await fetch(path, { ...options, cache: "no-store", credentials: "omit", redirect: "error" });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    const wrong = error instanceof TypeError && /header|ISO-8859|ByteString/i.test(error.message);
+    throw new Trouble(
+      wrong ? "The API key has signs that no key has: correct it in the settings." : UNREACHABLE,
+    );
+  }
+  if (!response.ok) throw await trouble(response, Boolean(options.headers.authorization));
+  return response;
+}
+
+async function trouble(response, hadKey) {
+  const { status } = response;
+  const wait = Number(response.headers.get("retry-after")) || null;
+  const error = await response.json().then(
+    (body) => body.error,
+    () => null,
+  );
+  if (status === 401) {
+    const said = hadKey
+      ? "The server does not accept this API key: correct it in the settings."
+      : "The server wants an API key: enter it in the settings.";
+    return new Trouble(said, status);
+  }
+  if (status === 429) {
+    const when = wait ? ` in ${wait} s` : " in a moment";
+    return new Trouble(`The server has as much to do as it can take: try again${when}.`, status);
+  }
+  if (status === 503) return new Trouble("The server is shutting down: try again when it is back.", status);
+  if (error?.code === "context_length_exceeded") {
+    return new Trouble("This is longer than the model can read: shorten it, or start anew.", status);
+  }
+  return new Trouble(error?.message ? String(error.message) : `The server answered with ${status}.`, {
+    status,
+  });
+}

@@ -1,0 +1,39 @@
+// A conversation as a file: Markdown to read, or JSON as chat data has it, which `nanorun train sft` can learn from.
+
+import { titleOf } from "./store.js";
+
+export function toMarkdown(conversation) {
+  const said = conversation.messages.map(({ role, content, parts }) => {
+    const text = (parts ?? [{ type: "text", text: content }])
+      .map((part) =>
+        part.type === "text"
+          ? part.text
+          : `\n\n${fenced(part.text, part.type === "python" ? "python" : "")}\n\n`,
+      )
+      .join("");
+    return `**${role === "user" ? "You" : "Model"}**\n\n${text.trim()}\n`;
+  });
+  return `# ${titleOf(conversation)}\n\n${said.join("\n")}`;
+}
+
+export function toJson(conversation, system) {
+  const messages = conversation.messages
+    .filter(({ content, parts }) => content || parts)
+    .map(({ role, content, parts }) => ({ role, content: parts?.map(plain) ?? content }));
+  if (system) messages.unshift({ role: "system", content: system });
+  return `${JSON.stringify({ messages })}\n`;
+}
+
+export const fileName = (conversation) =>
+  titleOf(conversation)
+    .replace(/[^\p{L}\p{N}]+/gu, "-")
+    .replace(/^-|-$/g, "")
+    .toLowerCase()
+    .slice(0, 60) || "conversation";
+
+const plain = ({ type, text }) => ({ type: type === "guess" ? "output" : type, text });
+
+function fenced(text, language) {
+  const ticks = "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map(([run]) => run.length + 1)));
+  return `${ticks}${language}\n${text}\n${ticks}`;
+}

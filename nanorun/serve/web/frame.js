@@ -1,0 +1,87 @@
+// What moves around the messages: the end of the page, which is followed while an answer grows unless the
+// reader has scrolled up, and the drawer with the list, beside the messages or over them where there is no room.
+
+import { $ } from "./dom.js";
+
+const NEAR = 60; // pixels from the end that still count as its end
+export const narrow = matchMedia("(max-width: 767px)");
+
+const scroll = $("scroll");
+const fromEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
+let follow = true;
+let touched = false; // a finger is on it
+let top = 0;
+
+export function toEnd() {
+  follow = true;
+  keepUp();
+}
+
+export function keepUp() {
+  if (!follow || touched) return;
+  scroll.scrollTop = scroll.scrollHeight;
+  top = scroll.scrollTop;
+}
+
+scroll.addEventListener("scroll", () => {
+  if (scroll.scrollTop < top && fromEnd() > 4) follow = false;
+  else if (scroll.scrollTop > top && fromEnd() <= NEAR) follow = true;
+  top = scroll.scrollTop;
+  $("newest").hidden = fromEnd() <= NEAR;
+});
+
+scroll.addEventListener(
+  "wheel",
+  ({ deltaY }) => {
+    if (deltaY < 0 && scroll.scrollHeight > scroll.clientHeight) follow = false;
+  },
+  { passive: true },
+);
+
+for (const [name, on] of Object.entries({ touchstart: true, touchend: false, touchcancel: false })) {
+  scroll.addEventListener(name, () => (touched = on), { passive: true });
+}
+
+export function scrollPage(direction) {
+  scroll.scrollBy(0, direction * scroll.clientHeight * 0.9);
+}
+
+$("newest").addEventListener("click", () => {
+  toEnd();
+  $("text").focus();
+});
+
+export function openDrawer() {
+  document.body.classList.add("drawer-open");
+  document.body.classList.remove("drawer-closed");
+  showDrawer();
+}
+
+export function closeDrawer() {
+  if (!narrow.matches) return;
+  document.body.classList.remove("drawer-open");
+  showDrawer();
+}
+
+export function toggleDrawer() {
+  document.body.classList.toggle(narrow.matches ? "drawer-open" : "drawer-closed");
+  showDrawer();
+  if (narrow.matches && isDrawerOpen()) $("new").focus();
+}
+
+export const isDrawerOpen = () =>
+  narrow.matches
+    ? document.body.classList.contains("drawer-open")
+    : !document.body.classList.contains("drawer-closed");
+
+export function showDrawer() {
+  const over = narrow.matches && isDrawerOpen();
+  $("drawer").inert = !isDrawerOpen();
+  $("main").inert = over;
+  $("menu").setAttribute("aria-expanded", String(isDrawerOpen()));
+}
+
+narrow.addEventListener("change", () => {
+  document.body.classList.remove("drawer-open");
+  showDrawer();
+});

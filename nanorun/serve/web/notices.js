@@ -1,0 +1,53 @@
+// What is said beside the messages: a sentence above them, a toast that can undo, a word for screen readers.
+
+import { $, h, icon } from "./dom.js";
+
+const UNDO_MS = 8_000;
+const notices = new Map();
+
+/** One sentence above the messages, with something to do about it; null takes it away. */
+export function notice(said, from, action = null) {
+  if (said) notices.set(from, { said, action });
+  else notices.delete(from);
+  const [first] = notices.values();
+  $("notice").hidden = !first;
+  if (!first) return;
+  const button =
+    first.action &&
+    h("button", { type: "button", class: "plain", onclick: first.action.act }, first.action.label);
+  $("notice").replaceChildren(icon("alert"), h("p", null, first.said), ...(button ? [button] : []));
+}
+
+let toasting = 0;
+
+export function toast(said, undo) {
+  clearTimeout(toasting);
+  const box = $("toast");
+  const close = () => {
+    box.hidden = true;
+  };
+  const button = h(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        close();
+        undo();
+      },
+    },
+    "Undo",
+  );
+  box.replaceChildren(h("span", null, said), button);
+  box.hidden = false;
+  const later = () => {
+    clearTimeout(toasting);
+    toasting = setTimeout(close, UNDO_MS);
+  };
+  box.onpointerenter = box.onfocusin = () => clearTimeout(toasting);
+  box.onpointerleave = box.onfocusout = later;
+  later();
+}
+
+export const say = (text) => {
+  $("announce").textContent = text;
+};

@@ -1,0 +1,108 @@
+// Answers on their way. Each conversation may have one, and it goes on while another conversation is looked at.
+
+import { Trouble, answer } from "./api.js";
+import { loadKey } from "./store.js";
+
+const BASE_TOKENS = 200; // of a base model's text, which seldom ends by itself
+
+export class Talk {
+  /** `changed(conversation, message)` is called for every piece, and `ended` after the last. */
+  constructor(settings, { changed, ended }) {
+    this.settings = settings;
+    this.changed = changed;
+    this.ended = ended;
+    this.running = new Map(); // by the conversation's id: { message, controller, ended }
+    this.model = null;
+  }
+
+  /** What there is of the answer stays. */
+  async stop(id) {
+    this.running.get(id)?.controller.abort();
+    await this.running.get(id)?.ended;
+  }
+
+  /** The page is closing: what there is of each answer is to be kept. */
+  leave() {
+    for (const { message, controller } of this.running.values()) {
+      message.finish = "interrupted";
+      controller.abort();
+    }
+  }
+
+  /** Answers the last question. `message` is an answer of a base model that goes on. */
+  async answer(conversation, message = null) {
+    const goesOn = message !== null;
+    const request = this.request(conversation, message);
+    message ??= { role: "assistant", content: "" };
+    if (this.model?.kind === "base") message.plain = true;
+    if (!goesOn) conversation.messages.push(message);
+    for (const name of ["finish", "stats", "error"]) delete message[name];
+    const controller = new AbortController();
+    let end;
+    const ended = new Promise((resolve) => (end = resolve));
+    this.running.set(conversation.id, { message, controller, ended });
+    this.changed(conversation, message);
+    const begun = performance.now();
+    let first = null;
+    let pieces = 0;
+    let tokens = null;
+    try {
+      for await (const news of answer(request, loadKey(), controller.signal)) {
+        if (news.finish) message.finish = news.finish;
+        if (news.tokens) tokens = news.tokens;
+        if (news.text === undefined) continue;
+        first ??= performance.now();
+        pieces += 1;
+        add(message, news.kind, news.text);
+        this.changed(conversation, message);
+      }
+      message.finish ??= "stop";
+    } catch (error) {
+      if (controller.signal.aborted) message.finish ??= "stopped";
+      else if (error instanceof Trouble) message.error = { said: error.message, status: error.status };
+      else message.error = { said: "The server's answer could not be understood: try again.", status: 0 };
+    }
+    if (first !== null) message.stats = stats(begun, first, tokens, pieces);
+    this.running.delete(conversation.id);
+    this.ended(conversation, message);
+    end();
+  }
+
+  request(conversation, goingOn) {
+    const { settings, model } = this;
+    const request = {};
+    for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
+      if (settings[name] !== null) request[name] = settings[name];
+    }
+    if (model) request.model = model.id;
+    if (model?.kind === "base") {
+      const begun = conversation.messages.findLast(({ role }) => role === "user").content;
+      return { max_tokens: BASE_TOKENS, ...request, prompt: begun + (goingOn?.content ?? "") };
+    }
+    const messages = conversation.messages.filter(({ content, parts }) => content || parts).map(plain);
+    if (settings.system.trim()) messages.unshift({ role: "system", content: settings.system });
+    return { ...request, messages, truncation: "auto" };
+  }
+}
+
+const plain = ({ role, content, parts }) =>
+  parts ? { role, content, nanorun_parts: parts } : { role, content };
+
+function add(message, kind, text) {
+  if (kind !== "text") message.parts ??= message.content ? [{ type: "text", text: message.content }] : [];
+  if (kind === "text") message.content += text;
+  if (!message.parts) return;
+  const last = message.parts.at(-1);
+  if (last?.type === kind) last.text += text;
+  else message.parts.push({ type: kind, text });
+}
+
+/** Tokens as the server counts them, or if it could not say, as many as pieces came. */
+function stats(begun, first, tokens, pieces) {
+  const now = performance.now();
+  const count = tokens ?? pieces;
+  const burst = now - first < (first - begun) / 2; // it came as one: its pieces tell nothing of the speed
+  const seconds = (now - (burst ? begun : first)) / 1000;
+  const perSecond = count > 1 && seconds > 0 ? (burst ? count : count - 1) / seconds : null;
+  return { tokens: count, counted: tokens !== null, perSecond, first: (first - begun) / 1000 };
+}
