@@ -8,7 +8,8 @@ A page names the file whose table it wants between two comments, and the lines i
     <!-- table: loader-cpu.json -->
     <!-- end of table -->
 
-`<!-- table: loader-cpu.json brief -->` asks for the rows that matter most.
+`<!-- table: loader-cpu.json brief -->` asks for the rows that matter most; several files of a kind are one table,
+side by side.
 """
 
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"(<!-- table: ([\w.-]+)( brief)? -->\n).*?(<!-- end of table -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table: ([\w.-]+\.json(?: [\w.-]+\.json)*)( brief)? -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -139,14 +140,106 @@ def core_speed(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{about}. {same} {footer(result)}"
 
 
+def infer(*results: dict[str, Any]) -> str:
+    """One table for each way to decode: a column a way where there are several."""
+    if len(results) == 1:
+        (result,) = results
+        rows = markdown(
+            ["texts at a time", "ms to the first tokens", "ms a step", "tokens/s", "bandwidth used", "GiB"],
+            [
+                [
+                    row["batch"],
+                    f"{row['ttft_ms']:.1f}",
+                    f"{row['ms_per_step']:.3f}",
+                    f"{row['tokens_per_s']:,.0f}",
+                    "–" if row["mbu"] is None else f"{row['mbu']:.0%}",
+                    f"{row['peak_gib']:.1f}",
+                ]
+                for row in result["rows"]
+            ],
+        )
+        shape = f"d{result['depth']}, {result['dtype']}, prompts of {result['prompt']:,} tokens, {result['new']} new ones"
+        return f"{rows}\n\n{shape}. {footer(result)}"
+    ways = [_way(result) for result in results]
+    rows = markdown(
+        ["texts at a time", *(f"tokens/s, {way}" for way in ways)],
+        [
+            [row["batch"], *(_speed_and_guesses(result["rows"][i]) for result in results)]
+            for i, row in enumerate(results[0]["rows"])
+        ],
+    )
+    bits = next((result for result in results if "bpb_int8" in result), None)
+    lost = f" int8 takes the bits per byte from {bits['bpb']:.5f} to {bits['bpb_int8']:.5f}." if bits else ""
+    commands = "; ".join(f"`{result['command']}`" for result in results)
+    where = f"{results[0]['device']}, torch {results[0]['torch']}, at {results[0]['commit']}"
+    return f"{rows}\n\nThe trained {results[0]['model']}.{lost} Measured {results[0]['date']} on {where}, by {commands}."
+
+
+def _way(result: dict[str, Any]) -> str:
+    way = "int8" if result["int8"] else result["dtype"]
+    return f"{way}, {result['speculate']}" if result["speculate"] else way
+
+
+def _speed_and_guesses(row: dict[str, Any]) -> str:
+    right = f" ({row['acceptance']:.0%} of guesses right)" if "acceptance" in row else ""
+    return f"{row['tokens_per_s']:,.0f}{right}"
+
+
+def base_run(result: dict[str, Any]) -> str:
+    rows = markdown(
+        ["steps", "tokens", "minutes", "tokens/s", "MFU", "GiB", "validation, bits per byte"],
+        [
+            [
+                result["steps"],
+                f"{result['tokens']:,}",
+                f"{result['seconds'] / 60:.1f}",
+                f"{result['tokens_per_s']:,.0f}",
+                f"{result['mfu']:.1%}",
+                f"{result['peak_gib']:.1f}",
+                f"{result['val_bpb']:.4f}",
+            ]
+        ],
+    )
+    said = [f"> **{s['prompt']}**{_quoted(s['text'])}" for s in result.get("samples", [])]
+    return "\n\n".join([rows, footer(result), *said])
+
+
+def _quoted(text: str) -> str:
+    return text.replace("*", "\\*").replace("<", "&lt;").replace("\n", "\n> ")
+
+
+def chat(*results: dict[str, Any]) -> str:
+    """A column a model."""
+    tasks = [task["task"] for task in results[0]["tasks"]]
+
+    def percent(accuracy: float, low: float, high: float) -> str:
+        return f"{100 * accuracy:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+    by_name = [{task["task"]: task for task in result["tasks"]} for result in results]
+    rows = [
+        [f"{task}, of {by_name[0][task]['n']}", *(percent(t[task]["accuracy"], t[task]["low"], t[task]["high"]) for t in by_name)]
+        for task in tasks
+    ]
+    rows.append(
+        ["**ChatCORE**", *(percent(r["chatcore"], r["chatcore_low"], r["chatcore_high"]) for r in results)]
+    )
+    table = markdown(["% right (95% interval)", *(result["model"] for result in results)], rows)
+    commands = "; ".join(f"`{result['command']}`" for result in results)
+    return f"{table}\n\n{footer({**results[0], 'command': ''}).split(', by ')[0]}, by {commands}."
+
+
 def footer(result: dict[str, Any]) -> str:
     where = f"{result['device']}, {result['cores']} cores, torch {result['torch']}"
     return f"Measured {result['date']} on {where}, at {result['commit']}, by `{result['command']}`."
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+TABLES: dict[str, Callable[..., str]] = {
+    "base run": base_run,
+    "chat": chat,
     "core speed": core_speed,
+    "infer": infer,
     "loader": loader,
+    "sft run": base_run,
     "tokenizer trainers": tokenizer_trainers,
     "tokenizers": tokenizers,
     "train": train,
@@ -162,10 +255,9 @@ def brief(result: dict[str, Any]) -> dict[str, Any]:
 
 def filled(page: str) -> str:
     def table(match: re.Match[str]) -> str:
-        result = json.loads((ROOT / "bench" / "results" / match[2]).read_text(encoding="utf-8"))
-        if match[3]:
-            result = brief(result)
-        return f"{match[1]}{TABLES[result['what']](result)}\n{match[4]}"
+        texts = [(ROOT / "bench" / "results" / name).read_text(encoding="utf-8") for name in match[2].split()]
+        results = [brief(json.loads(text)) if match[3] else json.loads(text) for text in texts]
+        return f"{match[1]}{TABLES[results[0]['what']](*results)}\n{match[4]}"
 
     return PLACE.sub(table, page)
 
