@@ -136,7 +136,7 @@ def candidates(weights: DecodeWeights, batch: int, context: int, pdl: bool) -> l
     h = torch.randn(batch, hidden, device=CUDA, dtype=torch.bfloat16)
     narrow = h[:, :width].contiguous()
     rows = weights.qkv_rows(config.depth - 1)
-    qkv = torch.randn(batch, weights.qkv[0].weight.size(0), device=CUDA, dtype=torch.bfloat16)
+    qkv = torch.randn(batch, weights.qkv[-1].weight.size(0), device=CUDA, dtype=torch.bfloat16)
     logits = torch.empty(batch, VOCAB, device=CUDA)
     sizes = {
         "qkv": (qkv.size(1), width),
