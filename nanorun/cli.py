@@ -383,6 +383,10 @@ def train_sft(
     eval_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between evaluations (default: four in all).")
     ] = None,
+    chat_every: Annotated[
+        int, typer.Option(min=0, help="Steps between looks at ChatCORE, and one at the end; 0: none.")
+    ] = 0,
+    chat_problems: Annotated[int, typer.Option(min=1, help="Questions of each task at such a look.")] = 25,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")] = False,
     attention: BackendName = "auto",
     dtype: DtypeName = "auto",
@@ -410,6 +414,8 @@ def train_sft(
         seed=seed,
         save_every=save_every,
         eval_every=eval_every,
+        chat_every=chat_every,
+        chat_problems=chat_problems,
     )
     options = base.Options(
         name=name,

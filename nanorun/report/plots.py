@@ -1,10 +1,11 @@
 """Pictures of runs, from their metrics.
 
-One figure of four panels: training loss, validation bits per byte, speed, and the gradient's norm (or the
-learning rate where no norm was recorded). For reinforcement learning: reward, held-out pass@k, the length of
-replies, and how much chance is left in them. Each measurement is drawn lightly and its moving median over it;
-the last value stands at the end of its line, in its colour. A loss that is NaN, infinite or missing leaves a
-gap. A run that went back to a checkpoint is drawn once: the last record of a step is the one that counts.
+One figure of four panels: training loss, validation bits per byte, speed, and the gradient's norm (the
+learning rate where no norm was recorded; ChatCORE, where a chat model was asked on the way). For reinforcement
+learning: reward, held-out pass@k, the length of replies, and how much chance is left in them. Each measurement
+is drawn lightly and its moving median over it; the last value stands at the end of its line, in its colour. A
+loss that is NaN, infinite or missing leaves a gap. A run that went back to a checkpoint is drawn once: the last
+record of a step is the one that counts.
 
 Text is large enough for a phone and the background is white, so a picture reads the same in light and dark
 pages. matplotlib is used through its objects, never pyplot: no global state, no window, any thread.
@@ -102,6 +103,7 @@ def _draw(figure: "Figure", runs: Runs) -> None:
     (loss, bpb), (speed, last) = panels = figure.subplots(2, 2)
     steps = [_by_step(records, "step") for _, records in runs]
     evals = [_by_step(records, "eval") for _, records in runs]
+    chats = [_by_step(records, "chat") for _, records in runs]
     by_tokens = any("tokens" in record for run in steps + evals for record in run)
 
     def lines(records: list[list[Mapping[str, Any]]], key: str) -> list[_Line]:
@@ -122,7 +124,9 @@ def _draw(figure: "Figure", runs: Runs) -> None:
         _panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=True),
     ]
     _look_past_the_start(loss, losses)
-    if any(len(line.shown) for line in norms):
+    if any(chats):
+        ends.append(_panel(last, "ChatCORE (1 is all right)", lines(chats, "chatcore")))
+    elif any(len(line.shown) for line in norms):
         ends.append(_panel(last, "gradient norm", norms, smooth=True))
         _look_past_the_start(last, norms)
     else:
@@ -130,6 +134,8 @@ def _draw(figure: "Figure", runs: Runs) -> None:
     for axes in (speed, last):
         axes.yaxis.set_major_formatter(lambda value, _: count(value))
         axes.set_ylim(bottom=0)
+    if any(chats):
+        last.set_ylim(-0.02, 1.02)
     _share_x(list(panels.flat), "tokens" if by_tokens else "steps")
     _name_runs(figure, [name for name, _ in runs], losses)
     figure.draw_without_rendering()  # labels are moved apart on the page, so the page must be laid out

@@ -53,6 +53,17 @@ class Recipe:
 
 
 RECIPES = {
+    # The sample world's skills, a question at a time; little of counting, which is left to reinforcement.
+    "sample-mid": Recipe(
+        "sample-mid",
+        (
+            Entry("sample-spelling", stop=4_000),
+            Entry("sample-sums", stop=2_000),
+            Entry("sample-counting", stop=1_000),
+        ),
+        tuple(Entry(task, "val", stop=100) for task in ("sample-spelling", "sample-sums", "sample-counting")),
+    ),
+    # And its conversations.
     "sample": Recipe(
         "sample",
         (Entry("sample-chat", stop=18_000),),
