@@ -453,6 +453,7 @@ def train_rl(
     normalize_std: Annotated[
         bool, typer.Option("--normalize-std", help="Divide advantages by their deviation.")
     ] = False,
+    rate_share: Annotated[float, typer.Option(help="Learning rates, as a share of the parent's.")] = 0.05,
     eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
     device_batch: Annotated[int | None, typer.Option(min=1, help="Replies in a micro-batch.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the problems' order and the samples.")] = 0,
@@ -482,6 +483,7 @@ def train_rl(
         steps=steps,
         open_task=opener,
         train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
+        rate_share=rate_share,
         problems=problems,
         samples=samples,
         max_tokens=max_tokens,

@@ -28,11 +28,29 @@ from nanorun.tables import table
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import CONFIG_FILE
 
-DATA, TOKENIZER, VOCAB, BASE_STEPS = "sample", "sample", 1024, 400
+DATA, TOKENIZER, VOCAB = "sample", "sample", 1024
 BASE, MID, SFT, RL = "sample-base", "sample-mid", "sample-sft", "sample-rl"
-REINFORCED, RL_STEPS = "sample-counting", 40  # what the chat model gets right often, and far from always
-EXAM, EXAM_QUESTIONS, LONGEST_REPLY = "exam.json", 150, 96
+REINFORCED = ("sample-counting", "sample-spelling")  # sampled replies are right about half of the time
+RATE_SHARE = 0.2  # more than a large model bears; one so small, and so briefly taught, does not forget by it
+EXAM, LONGEST_REPLY = "exam.json", 96  # the exam's marks, in a run's folder; tokens
 ASKED = ("What is 12 + 30?", "Which dish is Pennywell famous for?", "Can you spell dolphin?")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of everything: what two cores do in six or seven minutes."""
+
+    base_steps: int = 400
+    chat_steps: int | None = None  # all of the mixture
+    rl_steps: int = 60
+    problems: int = 16  # a step of reinforcement
+    held_out: int = 128  # problems that it is measured by
+    questions: int = 200  # of each task, in an exam
+
+
+def budget() -> Budget:
+    steps = int(os.environ.get("NANORUN_SPEEDRUN_STEPS") or 0)  # a few, to try the pipeline itself
+    return Budget(steps, steps, steps, 2, 4, 4) if steps else Budget()
 
 
 @dataclass(frozen=True)
@@ -85,15 +103,16 @@ def run() -> dict[str, Any]:
     """Whatever is not done yet; what there is then, as one record."""
     start = time.perf_counter()
     plan, records = stages(), list[dict[str, Any]]()
-    planned, took = 0.0, 0.0  # of the stages done now: how much slower or faster this machine is
+    missing = [stage for stage in plan if not stage.here()]
+    planned = took = 60.0  # of the stages done now, and a minute of trust in the plan
     for number, stage in enumerate(plan, 1):
         where = f"{number}/{len(plan)}"
-        if stage.here():
+        if stage not in missing:
             say(f"{where} {stage.done} already ({stage.folder})")
             records.append({"stage": stage.name, "did": "nothing, it is done"})
             continue
-        left = sum(later.seconds for later in plan[number - 1 :]) * (took / planned if planned else 1)
-        say(f"{where} {stage.doing} (to the end of all stages about {seconds(left)})")
+        left = sum(stage.seconds for stage in missing[missing.index(stage) :]) * took / planned
+        say(f"{where} {stage.doing} (about {seconds(left)} to the end)")
         begun = time.perf_counter()
         stage.make()
         planned, took = planned + stage.seconds, took + time.perf_counter() - begun
@@ -133,7 +152,7 @@ def _base() -> None:
     from nanorun.train.base import Options, train_base
 
     vocabulary = open_tokenizer(TOKENIZER).vocab_size
-    config = sample_preset(vocabulary, DATA, TOKENIZER, _fewer() or BASE_STEPS)
+    config = sample_preset(vocabulary, DATA, TOKENIZER, budget().base_steps)
     say(f"    {config.model.total_parameters:,} parameters, {config.tokens:,} tokens")
     train_base(config, Options(name=BASE, samples=6))
 
@@ -151,22 +170,23 @@ def _converse(parent: str, mixture: str, name: str) -> None:
     from nanorun.train.base import Options
     from nanorun.train.sft import Choices, train_sft
 
-    train_sft(Choices(parent, mixture, steps=_fewer(), save_every=50), Options(name=name))
+    train_sft(Choices(parent, mixture, steps=budget().chat_steps, save_every=50), Options(name=name))
 
 
 def _rl() -> None:
     from nanorun.train import rl
 
     name, config, learning = rl.configure(
-        [REINFORCED],
+        REINFORCED,
         parent=SFT,
         name=RL,
-        steps=_fewer() or RL_STEPS,
+        steps=budget().rl_steps,
         train={"save_every": 10, "eval_every": 20},
-        problems=16,
+        problems=budget().problems,
         samples=8,
         max_tokens=LONGEST_REPLY,
-        eval_problems=min(64, 8 * (_fewer() or 8)),
+        eval_problems=budget().held_out,
+        rate_share=RATE_SHARE,
     )
     rl.train_rl(name, config, learning, rl.Options())
     _exam(RL)
@@ -177,17 +197,12 @@ def _exam(name: str) -> None:
     from nanorun.evals import chat
     from nanorun.evals.replies import Manner
 
-    questions = min(EXAM_QUESTIONS, 2 * (_fewer() or EXAM_QUESTIONS))
-    folder = home.runs_dir() / name
-    manner = Manner(LONGEST_REPLY)
-    options = chat.Options(name, chat.SAMPLE, "test", questions, manner, folder / "exam.jsonl")
+    folder, many = home.runs_dir() / name, budget().questions
+    say(f"    exam: {many} questions of each kind")
+    options = chat.Options(
+        name, chat.SAMPLE, max_per_task=many, manner=Manner(LONGEST_REPLY), keep=folder / "exam.jsonl"
+    )
     write_json(folder / EXAM, chat.evaluate_chat(options))
-
-
-def _fewer() -> int | None:
-    """So many steps in every stage, to try the pipeline itself."""
-    steps = os.environ.get("NANORUN_SPEEDRUN_STEPS")
-    return int(steps) if steps else None
 
 
 def _whole(open_it: Callable[[str], object], name: str, marker: Path) -> bool:
@@ -233,7 +248,7 @@ def show(result: dict[str, Any]) -> str:
     """One screen: what the model has read, what it has learned, what it answers, and what to do next."""
     tokenizer, base, rl = open_tokenizer(TOKENIZER), result["base"], result["rl"]
     early = islice(sample.documents("val", 10**6), 100)
-    told = max((text for text in early if "?" not in text and not any(c.isdigit() for c in text)), key=len)
+    told = max((text for text in early if not set("?-0123456789") & set(text)), key=len)
     line = max(told.splitlines(), key=len)
     line = line[: line.find(". ", 80) + 1] or line
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode(line)]
@@ -252,8 +267,8 @@ def show(result: dict[str, Any]) -> str:
         "",
         exam_table(result["exams"][SFT], result["exams"][RL]),
         "",
-        f"Reinforcement was about {REINFORCED}: mean reward of sampled replies, held out, "
-        f"{rl['before'].get('val_reward', 0):.2f} → {rl['val_reward']:.2f}.",
+        "Mean reward of replies drawn by chance to held-out questions, before and after reinforcement:",
+        ", ".join(f"{task} {_risen(rl, f'val_reward_{task}')}" for task in REINFORCED) + ".",
         "",
         "WHAT IT ANSWERS",
         "",
@@ -278,6 +293,10 @@ def exam_table(before: dict[str, Any], after: dict[str, Any]) -> str:
     pairs = zip(before["tasks"], after["tasks"], strict=True)
     rows = [[one["task"], f"{one['n']}", *right(one), *right(other)] for one, other in pairs]
     return table(["task", "questions", "after SFT", "", "after RL", ""], rows)
+
+
+def _risen(summary: dict[str, Any], key: str) -> str:
+    return f"{summary['before'].get(key, 0):.2f} → {summary[key]:.2f}"
 
 
 def spoken(parts: list[dict[str, str]]) -> str:
