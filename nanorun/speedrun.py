@@ -50,7 +50,7 @@ class Budget:
 
 def budget() -> Budget:
     steps = int(os.environ.get("NANORUN_SPEEDRUN_STEPS") or 0)  # a few, to try the pipeline itself
-    return Budget(steps, steps, steps, 2, 4, 4) if steps else Budget()
+    return Budget(steps, steps, steps, 2, 4, 8) if steps else Budget()
 
 
 @dataclass(frozen=True)
@@ -162,15 +162,23 @@ def _mid() -> None:
 
 
 def _sft() -> None:
-    _converse(MID, "sample", SFT)
+    _converse(MID, "sample", SFT, chat_every=100)
     _exam(SFT)
 
 
-def _converse(parent: str, mixture: str, name: str) -> None:
+def _converse(parent: str, mixture: str, name: str, chat_every: int = 0) -> None:
     from nanorun.train.base import Options
     from nanorun.train.sft import Choices, train_sft
 
-    train_sft(Choices(parent, mixture, steps=budget().chat_steps, save_every=50), Options(name=name))
+    choices = Choices(
+        parent,
+        mixture,
+        steps=budget().chat_steps,
+        save_every=50,
+        chat_every=chat_every,
+        chat_problems=budget().questions // 8,
+    )
+    train_sft(choices, Options(name=name))
 
 
 def _rl() -> None:

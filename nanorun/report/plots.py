@@ -35,6 +35,7 @@ _DASHES: tuple[Dash, ...] = ("-", "--", ":")  # once the colours are used up
 _INK, _FAINT = "#222222", "#8a8a8a"
 _MOST_POINTS = 2000  # of a line; a phone has no more pixels, and an SVG stays small
 _LABEL_HEIGHT = 13  # points
+_SMOOTH, _NOISY = 60, 12  # a moving median reaches over this part of a line, either side
 _MOST_LABELS = 6  # in a panel; more would not stand beside their lines
 _STYLE: Any = {
     "font.size": 12,
@@ -119,15 +120,15 @@ def _draw(figure: "Figure", runs: Runs) -> None:
 
     losses, norms = lines(steps, "loss"), lines(steps, "grad_norm")
     ends = [
-        _panel(loss, "training loss", losses, smooth=True),
+        _panel(loss, "training loss", losses, smooth=_SMOOTH),
         _panel(bpb, "validation, bits per byte", lines(evals, "val_bpb")),
-        _panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=True),
+        _panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=_SMOOTH),
     ]
     _look_past_the_start(loss, losses)
     if any(chats):
         ends.append(_panel(last, "ChatCORE (1 is all right)", lines(chats, "chatcore")))
     elif any(len(line.shown) for line in norms):
-        ends.append(_panel(last, "gradient norm", norms, smooth=True))
+        ends.append(_panel(last, "gradient norm", norms, smooth=_SMOOTH))
         _look_past_the_start(last, norms)
     else:
         ends.append(_panel(last, "learning rate, share of its peak", lines(steps, "lr"), marks=False))
@@ -163,10 +164,10 @@ def _draw_reward(figure: "Figure", runs: Runs) -> None:
     rewards, held_out = lines(steps, "reward"), lines(evals, "val_reward", "--")
     most = max((_passes(record) for run in evals for record in run), default=1)
     ends = [
-        _panel(reward, "mean reward (dashed: held out)", rewards, smooth=True),
+        _panel(reward, "mean reward (dashed: held out)", rewards, smooth=_NOISY),
         _panel(passes, f"held out: pass@1 (dashed: pass@{most})", lines(evals, "val_pass@1")),
-        _panel(length, "tokens in a reply", lines(steps, "length"), smooth=True),
-        _panel(entropy, "entropy, nats a token", lines(steps, "entropy"), smooth=True),
+        _panel(length, "tokens in a reply", lines(steps, "length"), smooth=_NOISY),
+        _panel(entropy, "entropy, nats a token", lines(steps, "entropy"), smooth=_NOISY),
     ]
     for axes, more in ((reward, held_out), (passes, lines(evals, f"val_pass@{most}", "--"))):
         for line in more:
@@ -190,9 +191,9 @@ def _passes(record: Mapping[str, Any]) -> int:
 
 
 def _panel(
-    axes: "Axes", title: str, lines: list[_Line], smooth: bool = False, marks: bool = True
+    axes: "Axes", title: str, lines: list[_Line], smooth: int | None = None, marks: bool = True
 ) -> list[tuple[float, str]]:
-    """Draws the lines; returns the last value of each, and its colour."""
+    """Draws the lines, smoothed over this part of them either side; returns the last value of each, and its colour."""
     axes.set_title(title, pad=8)
     lines = [line for line in lines if len(line.shown)]
     if not lines:
@@ -207,7 +208,7 @@ def _panel(
         if smooth and many:
             faint = 0.3 if len(lines) == 1 else 0.13
             axes.plot(line.x[thin], y[thin], color=line.color, alpha=faint, linewidth=0.8)
-            y = smoothed(y, len(line.shown) // 60)
+            y = smoothed(y, len(line.shown) // smooth)
         marker = "o" if len(line.shown) == 1 or (marks and not many) else ""
         axes.plot(
             line.x[thin],

@@ -391,7 +391,9 @@ def chat_records(world: Path, name: str) -> list[dict]:
 def test_chatcore_on_the_way_is_logged_and_changes_nothing(world):
     alike = {"steps": 7, "eval_every": 4}
     train_sft(choices(world, **alike), Options(name="unasked", fresh=True))
-    asked = train_sft(choices(world, **alike, chat_every=3, chat_problems=2), Options(name="asked", fresh=True))
+    asked = train_sft(
+        choices(world, **alike, chat_every=3, chat_problems=2), Options(name="asked", fresh=True)
+    )
     records = chat_records(world, "asked")
     assert [r["step"] for r in records] == [3, 6, 7], "as often as told, and at the end"
     assert {"chatcore", "chat_sample-facts", "chat_sample-sums"} <= records[0].keys()
