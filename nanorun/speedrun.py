@@ -38,7 +38,7 @@ ASKED = ("What is 12 + 30?", "Which dish is Pennywell famous for?", "Can you spe
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of everything: what two cores do in six or seven minutes."""
+    """How much of everything: what two quiet cores do in about six minutes."""
 
     base_steps: int = 400
     chat_steps: int | None = None  # all of the mixture
@@ -78,7 +78,7 @@ def stages() -> list[Stage]:
             "data",
             "writing the sample world",
             "the sample world is written",
-            8,
+            3,
             data,
             lambda: _whole(open_dataset, DATA, data / MANIFEST),
             lambda: make_sample(name=DATA, replace=True),
@@ -87,15 +87,15 @@ def stages() -> list[Stage]:
             "tokenizer",
             f"training a tokenizer of {VOCAB:,} tokens on it",
             "its tokenizer is trained",
-            4,
+            3,
             tokenizer,
             lambda: _whole(open_tokenizer, TOKENIZER, tokenizer / CONFIG_FILE),
             _tokenizer,
         ),
-        training(BASE, "pretraining: a model reads it", "a base model has read it", 150, _base),
-        training(MID, "midtraining: the model practises", "the model has practised", 28, _mid),
-        training(SFT, "fine-tuning: it learns to talk", "it has learned to talk", 70, _sft, EXAM),
-        training(RL, "reinforcement: it learns by trying", "it has learned by trying", 100, _rl, EXAM),
+        training(BASE, "pretraining: a model reads it", "a base model has read it", 145, _base),
+        training(MID, "midtraining: the model practises", "the model has practised", 25, _mid),
+        training(SFT, "fine-tuning: it learns to talk", "it has learned to talk", 65, _sft, EXAM),
+        training(RL, "reinforcement: it learns by trying", "it has learned by trying", 90, _rl, EXAM),
     ]
 
 
@@ -115,10 +115,10 @@ def run() -> dict[str, Any]:
         say(f"{where} {stage.doing} (about {seconds(left)} to the end)")
         begun = time.perf_counter()
         stage.make()
-        planned, took = planned + stage.seconds, took + time.perf_counter() - begun
-        records.append(
-            {"stage": stage.name, "did": stage.doing, "seconds": round(time.perf_counter() - begun, 1)}
-        )
+        spent = time.perf_counter() - begun
+        planned, took = planned + stage.seconds, took + spent
+        say(f"    done in {seconds(spent)}")
+        records.append({"stage": stage.name, "did": stage.doing, "seconds": round(spent, 1)})
     runs = {name: _read(home.runs_dir() / name / SUMMARY) for name in (BASE, MID, SFT, RL)}
     return {
         "stages": records,
@@ -162,7 +162,7 @@ def _mid() -> None:
 
 
 def _sft() -> None:
-    _converse(MID, "sample", SFT, chat_every=100)
+    _converse(MID, "sample", SFT, chat_every=120)
     _exam(SFT)
 
 
@@ -173,6 +173,7 @@ def _converse(parent: str, mixture: str, name: str, chat_every: int = 0) -> None
     choices = Choices(
         parent,
         mixture,
+        batch_tokens=2048,
         steps=budget().chat_steps,
         save_every=50,
         chat_every=chat_every,
@@ -269,7 +270,7 @@ def show(result: dict[str, Any]) -> str:
         "",
         f"HOW THE BASE MODEL GOES ON AFTER THE BAR ({base['val_bpb']:.3f} bits per byte on text it has not seen)",
         "",
-        *(f"{each['prompt']}│ {' '.join(each['text'].split())}" for each in base["samples"][:3]),
+        *(f"{each['prompt']}│ {' '.join(each['text'].split())}" for each in base["samples"][:2]),
         "",
         "WHAT THE CHAT MODEL GETS RIGHT (questions in phrasings that it has not seen, with 95% intervals)",
         "",

@@ -149,7 +149,7 @@ def configure(parent: Config, choices: Choices, material: Material) -> Config:
         seed=choices.seed,
         packing="padded",
         save_every=choices.save_every or parent.train.save_every,
-        eval_every=max(steps // EVALUATIONS, 1) if choices.eval_every is None else choices.eval_every,
+        eval_every=-(-steps // EVALUATIONS) if choices.eval_every is None else choices.eval_every,
     )
     share = RATE_SHARE if parent.kind == "base" else 1.0  # a parent after midtraining has that share already
     share *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
