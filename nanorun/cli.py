@@ -354,7 +354,9 @@ def train_sft(
     parent: Annotated[
         str | None, typer.Option("--from", help="The run to begin from (default: the newest base model).")
     ] = None,
-    mixture: Annotated[str, typer.Option(help="sft, mid, sample, or a .json file (docs/tasks.md).")] = "sft",
+    mixture: Annotated[
+        str, typer.Option(help="sft, mid, sample, sample-mid or a .json file (docs/tasks.md).")
+    ] = "sft",
     task: Annotated[
         list[str] | None,
         typer.Option(help="A task of yours as well, FILE.py or FILE.py:Class. Its code is run."),
