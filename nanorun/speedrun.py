@@ -288,9 +288,9 @@ def show(result: dict[str, Any]) -> str:
         "",
         "NEXT",
         "",
-        f"nanorun chat                          talk to it, or: nanorun chat -p '{ASKED[0]}'",
-        "nanorun serve                         the same in a browser, and for programs",
-        "nanorun data add FILES                your own text, then: nanorun tok train; nanorun train base --depth 4",
+        f"nanorun chat              talk to it, or: nanorun chat -p '{ASKED[0]}'",
+        "nanorun serve             the same in a browser, and for programs",
+        "nanorun data add FILES    your own text; then nanorun tok train, nanorun train base --depth 4",
     ]
     return "\n".join(lines)
 
