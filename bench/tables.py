@@ -139,6 +139,25 @@ def core_speed(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{about}. {same} {footer(result)}"
 
 
+def speedrun(result: dict[str, Any]) -> str:
+    def right(row: dict[str, Any]) -> str:
+        return f"{row['accuracy']:.1%} ({row['low']:.0%} to {row['high']:.0%})"
+
+    before, after = (exam["tasks"] for exam in result["exams"].values())
+    pairs = zip(before, after, strict=True)
+    rows = markdown(
+        ["task", "questions", "right after SFT (95%)", "right after RL (95%)"],
+        [[one["task"], one["n"], right(one), right(other)] for one, other in pairs],
+    )
+    rl = result["rl"]
+    risen = [
+        f"{task} {rl['before'][f'val_reward_{task}']:.2f} → {rl[f'val_reward_{task}']:.2f}"
+        for task in rl["tasks"]
+    ]
+    reward = f"Mean reward of replies drawn by chance to held-out questions, before and after RL: {', '.join(risen)}."
+    return f"{rows}\n\n{reward} Base model: {result['base']['val_bpb']:.3f} bits per byte. {footer(result)}"
+
+
 def footer(result: dict[str, Any]) -> str:
     where = f"{result['device']}, {result['cores']} cores, torch {result['torch']}"
     return f"Measured {result['date']} on {where}, at {result['commit']}, by `{result['command']}`."
@@ -147,6 +166,7 @@ def footer(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "core speed": core_speed,
     "loader": loader,
+    "speedrun": speedrun,
     "tokenizer trainers": tokenizer_trainers,
     "tokenizers": tokenizers,
     "train": train,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorun import home
+from nanorun.bench.record import record
 from nanorun.config import sample_preset
 from nanorun.console import say, seconds
 from nanorun.data import sample
@@ -120,17 +121,18 @@ def run() -> dict[str, Any]:
         say(f"    done in {seconds(spent)}")
         records.append({"stage": stage.name, "did": stage.doing, "seconds": round(spent, 1)})
     runs = {name: _read(home.runs_dir() / name / SUMMARY) for name in (BASE, MID, SFT, RL)}
-    return {
-        "stages": records,
-        "seconds": round(time.perf_counter() - start, 3),
-        "home": str(home.home()),
-        "base": runs[BASE],
-        "mid": runs[MID],
-        "sft": runs[SFT],
-        "rl": runs[RL],
-        "exams": {name: _read(home.runs_dir() / name / EXAM) for name in (SFT, RL)},
-        "answers": answers(ASKED),
-    }
+    return record(
+        "speedrun",
+        stages=records,
+        seconds=round(time.perf_counter() - start, 3),
+        home=str(home.home()),
+        base=runs[BASE],
+        mid=runs[MID],
+        sft=runs[SFT],
+        rl=runs[RL],
+        exams={name: _read(home.runs_dir() / name / EXAM) for name in (SFT, RL)},
+        answers=answers(ASKED),
+    )
 
 
 def build_sample() -> None:
@@ -232,8 +234,8 @@ def _trained(folder: Path, result: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return record
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
 
 
 # -- what came of it ---------------------------------------------------------------------------------
