@@ -1,4 +1,4 @@
-# make speedrun   see it work: the sample world, its tokenizer, and what they look like
+# make speedrun   see it work: from nothing to a small chat model, in minutes on two CPU cores
 # make test       lint, types and every test that this machine can run
 # make test-gpu   the GPU tests, with the current interpreter; installs nothing
 # make lint       ruff and mypy alone;  make format: let ruff arrange the code

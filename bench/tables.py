@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"(<!-- table: ([\w.-]+\.json(?: [\w.-]+\.json)*)( brief)? -->\n).*?(<!-- end of table -->)", re.DOTALL)
+PLACE = re.compile(
+    r"(<!-- table: ([\w.-]+\.json(?: [\w.-]+\.json)*)( brief)? -->\n).*?(<!-- end of table -->)", re.DOTALL
+)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -158,8 +160,9 @@ def infer(*results: dict[str, Any]) -> str:
                 for row in result["rows"]
             ],
         )
-        shape = f"d{result['depth']}, {result['dtype']}, prompts of {result['prompt']:,} tokens, {result['new']} new ones"
-        return f"{rows}\n\n{shape}. {footer(result)}"
+        about = f"d{result['depth']}, {result['dtype']}"
+        about += f", prompts of {result['prompt']:,} tokens, {result['new']} new ones"
+        return f"{rows}\n\n{about}. {footer(result)}"
     ways = [_way(result) for result in results]
     rows = markdown(
         ["texts at a time", *(f"tokens/s, {way}" for way in ways)],
@@ -171,8 +174,8 @@ def infer(*results: dict[str, Any]) -> str:
     bits = next((result for result in results if "bpb_int8" in result), None)
     lost = f" int8 takes the bits per byte from {bits['bpb']:.5f} to {bits['bpb_int8']:.5f}." if bits else ""
     commands = "; ".join(f"`{result['command']}`" for result in results)
-    where = f"{results[0]['device']}, torch {results[0]['torch']}, at {results[0]['commit']}"
-    return f"{rows}\n\nThe trained {results[0]['model']}.{lost} Measured {results[0]['date']} on {where}, by {commands}."
+    where = footer(results[0]).split(", by ")[0]
+    return f"{rows}\n\nThe trained {results[0]['model']}.{lost} {where}, by {commands}."
 
 
 def _way(result: dict[str, Any]) -> str:
@@ -217,7 +220,10 @@ def chat(*results: dict[str, Any]) -> str:
 
     by_name = [{task["task"]: task for task in result["tasks"]} for result in results]
     rows = [
-        [f"{task}, of {by_name[0][task]['n']}", *(percent(t[task]["accuracy"], t[task]["low"], t[task]["high"]) for t in by_name)]
+        [
+            f"{task}, of {by_name[0][task]['n']}",
+            *(percent(t[task]["accuracy"], t[task]["low"], t[task]["high"]) for t in by_name),
+        ]
         for task in tasks
     ]
     rows.append(
@@ -225,7 +231,27 @@ def chat(*results: dict[str, Any]) -> str:
     )
     table = markdown(["% right (95% interval)", *(result["model"] for result in results)], rows)
     commands = "; ".join(f"`{result['command']}`" for result in results)
-    return f"{table}\n\n{footer({**results[0], 'command': ''}).split(', by ')[0]}, by {commands}."
+    where = footer(results[0]).split(", by ")[0]
+    return f"{table}\n\n{where}, by {commands}."
+
+
+def speedrun(result: dict[str, Any]) -> str:
+    def right(row: dict[str, Any]) -> str:
+        return f"{row['accuracy']:.1%} ({row['low']:.0%} to {row['high']:.0%})"
+
+    before, after = (exam["tasks"] for exam in result["exams"].values())
+    pairs = zip(before, after, strict=True)
+    rows = markdown(
+        ["task", "questions", "right after SFT (95%)", "right after RL (95%)"],
+        [[one["task"], one["n"], right(one), right(other)] for one, other in pairs],
+    )
+    rl = result["rl"]
+    risen = [
+        f"{task} {rl['before'][f'val_reward_{task}']:.2f} → {rl[f'val_reward_{task}']:.2f}"
+        for task in rl["tasks"]
+    ]
+    reward = f"Mean reward of replies drawn by chance to held-out questions, before and after RL: {', '.join(risen)}."
+    return f"{rows}\n\n{reward} Base model: {result['base']['val_bpb']:.3f} bits per byte. {footer(result)}"
 
 
 def footer(result: dict[str, Any]) -> str:
@@ -240,6 +266,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "infer": infer,
     "loader": loader,
     "sft run": base_run,
+    "speedrun": speedrun,
     "tokenizer trainers": tokenizer_trainers,
     "tokenizers": tokenizers,
     "train": train,

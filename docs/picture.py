@@ -16,6 +16,17 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def brief(lines: list[str]) -> list[str]:
+    """The lines without those of progress, but for the last of each task."""
+    tasks = [re.match(r"\w+ [\w-]+(?=: \S+ of \S+ (tok|step|question), )", line) for line in lines]
+    last = {match[0]: i for i, match in enumerate(tasks) if match}
+    return [
+        line
+        for i, (line, match) in enumerate(zip(lines, tasks, strict=True))
+        if not match or last[match[0]] == i
+    ]
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
@@ -26,12 +37,14 @@ def main() -> None:
             text=True,
             check=True,
         )
-        printed = (done.stderr + done.stdout).replace(home + "/", "")
+        printed = (done.stderr + done.stdout).replace(home + "/", "").replace(home, "here")
     console = Console(record=True, width=104, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Text("$ make speedrun", style="bold green"))
-    for line in printed.splitlines():
-        if line.startswith(("FROM THE", "HOW ", "WHAT THE BASE")):
+    for line in brief(printed.splitlines()):
+        if re.match(r"[A-Z]{2,}", line):
             console.print(Text(line, style="bold cyan"))
+        elif re.match(r"\d/\d |> ", line):
+            console.print(Text(line, style="bold"))
         elif line.count("│") == 1:
             prompt, told = line.split("│")
             console.print(Text(prompt, style="bold green").append(told, style="not bold white"))

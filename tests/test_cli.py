@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from nanorun.runs import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,31 +61,82 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A speedrun whose model trains for a few steps only."""
-    monkeypatch.setenv("NANORUN_SPEEDRUN_STEPS", "3")
+    """A speedrun of a few steps a stage."""
+    monkeypatch.setenv("NANORUN_SPEEDRUN_STEPS", "6")
 
 
-def test_speedrun_builds_everything_once_and_shows_it(home, quick):
-    first = nanorun(home, "speedrun")
-    assert "Lantern" in first.stdout.title()
-    assert "<|assistant_start|>" in first.stdout
-    assert "bits per byte" in first.stdout
-    made = ["data/sample/dataset.json", "tokenizers/sample/ranks.tiktoken", "runs/sample-base/summary.json"]
-    stamps = [(home / name).stat().st_mtime_ns for name in made]
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A home whose speedrun was killed while it learned to talk, and typed again: the home, what was printed."""
+    home = tmp_path_factory.mktemp("raced")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANORUN_SPEEDRUN_STEPS", "6")
+        patch.setenv("NANORUN_HOME", str(home))
+        child = subprocess.Popen(
+            [sys.executable, "-m", "nanorun", "speedrun"], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        until = time.monotonic() + 120
+        while len(steps_of(home, "sample-sft")) < 3 and time.monotonic() < until:
+            time.sleep(0.005)
+        child.kill()
+        _, errors = child.communicate()
+        assert not (home / "runs" / "sample-sft" / "summary.json").exists(), errors.decode()
+        return home, nanorun(home, "speedrun")
+
+
+def steps_of(home: Path, run: str) -> list[int]:
+    records = read_metrics(home / "runs" / run)
+    return [record["step"] for record in records if record["kind"] == "step"]
+
+
+def test_speedrun_killed_while_it_learns_to_talk_goes_on_from_there(raced):
+    home, again = raced
+    assert "3/6 a base model has read it already" in again.stderr
+    assert "4/6 the model has practised already" in again.stderr
+    assert "going on with 'sample-sft' from step" in again.stderr
+    for run in ("sample-base", "sample-mid", "sample-sft", "sample-rl"):
+        assert steps_of(home, run) == list(range(1, 7))
+
+
+def test_speedrun_shows_what_was_learned_and_where_it_is(raced):
+    home, again = raced
+    for words in (
+        "bits per byte",
+        "after SFT",
+        "after RL",
+        "> What is 12 + 30?",
+        "nanorun chat",
+        "reward.png",
+    ):
+        assert words in again.stdout
+    assert (home / "runs" / "sample-rl" / "reward.png").is_file()
+    assert len(again.stdout.splitlines()) < 60, "one or two screens"
+
+
+def test_speedrun_typed_again_does_nothing_twice(raced, quick):
+    home, _ = raced
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     again = last_json(nanorun(home, "speedrun", "--json"))
-    assert [stage["did"] for stage in again["stages"]] == ["nothing, it is done"] * 3
-    judged = last_json(nanorun(home, "eval", "bpb", "--max-tokens", "150000", "--json"))
+    assert [stage["did"] for stage in again["stages"]] == ["nothing, it is done"] * 6
+    assert {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()} == before
+    asked = [[row["task"] for row in exam["tasks"]] for exam in again["exams"].values()]
+    assert asked == [["sample-facts", "sample-sums", "sample-spelling", "sample-counting"]] * 2
+    assert {"val_reward", "val_pass@1"} <= again["rl"]["before"].keys() & again["rl"].keys()
+    judged = last_json(
+        nanorun(home, "eval", "bpb", "--model", "sample-base", "--max-tokens", "150000", "--json")
+    )
     assert judged["bpb"] == pytest.approx(again["base"]["val_bpb"], rel=1e-6)
-    assert [(home / name).stat().st_mtime_ns for name in made] == stamps
 
 
-def test_speedrun_makes_again_what_is_damaged(home, quick):
-    nanorun(home, "speedrun", "--json")
+def test_speedrun_makes_again_what_is_damaged(raced, quick, tmp_path):
+    home = shutil.copytree(raced[0], tmp_path / "damaged")
     (home / "tokenizers" / "sample" / "ranks.tiktoken").unlink()
     shard = next((home / "data" / "sample").glob("*.parquet"))
     shard.write_bytes(shard.read_bytes()[:-5])
+    (home / "runs" / "sample-rl" / "exam.json").unlink()
     again = last_json(nanorun(home, "speedrun", "--json"))
-    assert [stage["did"] for stage in again["stages"]][:2] == ["wrote the sample world", "trained"]
+    idle = [stage["did"] == "nothing, it is done" for stage in again["stages"]]
+    assert idle == [False, False, True, True, True, False]
 
 
 def test_getting_the_sample_again_is_no_mistake_unless_another_is_meant(home):

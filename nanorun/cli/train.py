@@ -117,7 +117,9 @@ def train_sft(
     parent: Annotated[
         str | None, typer.Option("--from", help="The run to begin from (default: the newest base model).")
     ] = None,
-    mixture: Annotated[str, typer.Option(help="sft, mid, sample, or a .json file (docs/tasks.md).")] = "sft",
+    mixture: Annotated[
+        str, typer.Option(help="sft, mid, sample, sample-mid or a .json file (docs/tasks.md).")
+    ] = "sft",
     task: Annotated[
         list[str] | None,
         typer.Option(help="A task of yours as well, FILE.py or FILE.py:Class. Its code is run."),
@@ -146,6 +148,10 @@ def train_sft(
     eval_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between evaluations (default: four in all).")
     ] = None,
+    chat_every: Annotated[
+        int, typer.Option(min=0, help="Steps between looks at ChatCORE, and one at the end; 0: none.")
+    ] = 0,
+    chat_problems: Annotated[int, typer.Option(min=1, help="Questions of each task at such a look.")] = 25,
     deterministic: Deterministic = False,
     attention: BackendName = "auto",
     dtype: DtypeName = "auto",
@@ -174,6 +180,8 @@ def train_sft(
         seed=seed,
         save_every=save_every,
         eval_every=eval_every,
+        chat_every=chat_every,
+        chat_problems=chat_problems,
     )
     summary = sft.train_sft(choices, options)
     show(summary, as_json, tables.run_summary(summary))
@@ -201,6 +209,7 @@ def train_rl(
     normalize_std: Annotated[
         bool, typer.Option("--normalize-std", help="Divide advantages by their deviation.")
     ] = False,
+    rate_share: Annotated[float, typer.Option(help="Learning rates, as a share of the parent's.")] = 0.05,
     eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
     device_batch: Annotated[int | None, typer.Option(min=1, help="Replies in a micro-batch.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the problems' order and the samples.")] = 0,
@@ -230,6 +239,7 @@ def train_rl(
         steps=steps,
         open_task=opener,
         train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
+        rate_share=rate_share,
         problems=problems,
         samples=samples,
         max_tokens=max_tokens,

@@ -20,7 +20,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from nanorun.console import Progress, say
 from nanorun.errors import UserError
 from nanorun.evals.replies import Answer, Manner, answer_task, asked
 from nanorun.infer.sandbox import SandboxUnavailable
-from nanorun.model.gpt import GPT
+from nanorun.model.gpt import GPT, empty
 from nanorun.runs import speakers
 from nanorun.tasks.task import Task
 from nanorun.text.store import open_tokenizer
@@ -61,7 +61,7 @@ def evaluate_chat(options: Options) -> dict[str, Any]:
 
     name, step, config, model = load_model(options.model, speakers())
     tokenizer = open_tokenizer(config.tokenizer)
-    tasks = _open_tasks(options, config.data)
+    tasks = open_tasks(options, config.data)
     answers = answer_tasks(model, tokenizer, tasks, options.manner, options.max_per_task)
     judged = judge(tasks, answers, may_wait=options.keep is not None)
     about = {
@@ -113,7 +113,8 @@ def open_task(spec: str, split: str, folder: Path | None = None) -> Task:
     return task
 
 
-def _open_tasks(options: Options, data: str) -> dict[str, Task]:
+def open_tasks(options: Options, data: str) -> dict[str, Task]:
+    """Those that are named, or else those of ChatCORE that are here; for the sample world, its own."""
     if options.tasks:
         return {spec: open_task(spec, options.split, options.folder) for spec in options.tasks}
     found, absent = dict[str, Task](), list[str]()
@@ -185,6 +186,48 @@ def reward_of(task: Task, spec: str, answer: Answer) -> float:
             f"The task {spec} rewards answer {answer.index} with {reward}: it must be from 0 to 1."
         )
     return reward
+
+
+@dataclass(frozen=True)
+class Marks:
+    """ChatCORE while a model trains."""
+
+    scored: Mapping[str, Any]  # what `score` returns
+
+    def figures(self) -> dict[str, Any]:
+        each = {f"chat_{row['task']}": row["accuracy"] for row in self.scored["tasks"]}
+        return {"chatcore": self.scored["chatcore"], **each}
+
+    def sentence(self) -> str:
+        each = ", ".join(f"{row['task']} {row['accuracy']:.0%}" for row in self.scored["tasks"])
+        return f"ChatCORE {self.scored['chatcore'] or 0:.3f} ({each})"
+
+
+def examiner(tokenizer: Tokenizer, tasks: Mapping[str, Task], most: int) -> Callable[[GPT], Marks]:
+    """Asks a model that is in training at most so many questions of each task, always the same.
+
+    What this machine cannot judge counts for nothing. The weights are copied: the model in training may be
+    compiled for rows of one length, and questions have all lengths.
+    """
+
+    def ask(model: GPT) -> Marks:
+        device = model.embed.weight.device
+        copy = empty(model.config, device, model.dtype)
+        copy.load_state_dict(model.state_dict())
+        copy.init_buffers()
+        answers = list[Answer]()
+        for spec, task in tasks.items():
+            chosen = chosen_questions(len(task), most)
+            answers += answer_task(copy.eval(), tokenizer, spec, task, chosen, Manner())
+        judged = judge(tasks, answers, may_wait=True)
+        known = {spec: task for spec, task in tasks.items() if judgeable(spec, judged)}
+        return Marks(score(known, [answer for answer in judged if answer.task in known]))
+
+    return ask
+
+
+def judgeable(spec: str, judged: Iterable[Answer]) -> bool:
+    return all(answer.reward is not None for answer in judged if answer.task == spec)
 
 
 # -- the figures -------------------------------------------------------------------------------------

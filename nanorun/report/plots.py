@@ -1,10 +1,11 @@
 """Pictures of runs, from their metrics.
 
-One figure of four panels: training loss, validation bits per byte, speed, and the gradient's norm (or the
-learning rate where no norm was recorded). For reinforcement learning: reward, held-out pass@k, the length of
-replies, and how much chance is left in them. Each measurement is drawn lightly and its moving median over it;
-the last value stands at the end of its line, in its colour. A loss that is NaN, infinite or missing leaves a
-gap. A run that went back to a checkpoint is drawn once: the last record of a step is the one that counts.
+One figure of four panels: training loss, validation bits per byte, speed, and the gradient's norm (the
+learning rate where no norm was recorded; ChatCORE, where a chat model was asked on the way). For reinforcement
+learning: reward, held-out pass@k, the length of replies, and how much chance is left in them. Each measurement
+is drawn lightly and its moving median over it; the last value stands at the end of its line, in its colour. A
+loss that is NaN, infinite or missing leaves a gap. A run that went back to a checkpoint is drawn once: the last
+record of a step is the one that counts.
 
 Text is large enough for a phone and the background is white, so a picture reads the same in light and dark
 pages. matplotlib is used through its objects, never pyplot: no global state, no window, any thread.
@@ -34,6 +35,7 @@ _DASHES: tuple[Dash, ...] = ("-", "--", ":")  # once the colours are used up
 _INK, _FAINT = "#222222", "#8a8a8a"
 _MOST_POINTS = 2000  # of a line; a phone has no more pixels, and an SVG stays small
 _LABEL_HEIGHT = 13  # points
+_SMOOTH, _NOISY = 60, 12  # a moving median reaches over this part of a line, either side
 _MOST_LABELS = 6  # in a panel; more would not stand beside their lines
 _STYLE: Any = {
     "font.size": 12,
@@ -102,6 +104,7 @@ def _draw(figure: "Figure", runs: Runs) -> None:
     (loss, bpb), (speed, last) = panels = figure.subplots(2, 2)
     steps = [_by_step(records, "step") for _, records in runs]
     evals = [_by_step(records, "eval") for _, records in runs]
+    chats = [_by_step(records, "chat") for _, records in runs]
     by_tokens = any("tokens" in record for run in steps + evals for record in run)
 
     def lines(records: list[list[Mapping[str, Any]]], key: str) -> list[_Line]:
@@ -117,19 +120,23 @@ def _draw(figure: "Figure", runs: Runs) -> None:
 
     losses, norms = lines(steps, "loss"), lines(steps, "grad_norm")
     ends = [
-        _panel(loss, "training loss, nats a token", losses, smooth=True),
+        _panel(loss, "training loss, nats a token", losses, smooth=_SMOOTH),
         _panel(bpb, "validation, bits per byte", lines(evals, "val_bpb")),
-        _panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=True),
+        _panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=_SMOOTH),
     ]
     _look_past_the_start(loss, losses)
-    if any(len(line.shown) for line in norms):
-        ends.append(_panel(last, "gradient norm", norms, smooth=True))
+    if any(chats):
+        ends.append(_panel(last, "ChatCORE (1 is all right)", lines(chats, "chatcore")))
+    elif any(len(line.shown) for line in norms):
+        ends.append(_panel(last, "gradient norm", norms, smooth=_SMOOTH))
         _look_past_the_start(last, norms)
     else:
         ends.append(_panel(last, "learning rate, share of its peak", lines(steps, "lr"), marks=False))
     for axes in (speed, last):
         axes.yaxis.set_major_formatter(lambda value, _: count(value))
         axes.set_ylim(bottom=0)
+    if any(chats):
+        last.set_ylim(-0.02, 1.02)
     _share_x(list(panels.flat), "tokens" if by_tokens else "steps")
     _name_runs(figure, [name for name, _ in runs], losses)
     figure.draw_without_rendering()  # labels are moved apart on the page, so the page must be laid out
@@ -157,10 +164,10 @@ def _draw_reward(figure: "Figure", runs: Runs) -> None:
     rewards, held_out = lines(steps, "reward"), lines(evals, "val_reward", "--")
     most = max((_passes(record) for run in evals for record in run), default=1)
     ends = [
-        _panel(reward, "mean reward (dashed: held out)", rewards, smooth=True),
+        _panel(reward, "mean reward (dashed: held out)", rewards, smooth=_NOISY),
         _panel(passes, f"held out: pass@1 (dashed: pass@{most})", lines(evals, "val_pass@1")),
-        _panel(length, "tokens in a reply", lines(steps, "length"), smooth=True),
-        _panel(entropy, "entropy, nats a token", lines(steps, "entropy"), smooth=True),
+        _panel(length, "tokens in a reply", lines(steps, "length"), smooth=_NOISY),
+        _panel(entropy, "entropy, nats a token", lines(steps, "entropy"), smooth=_NOISY),
     ]
     for axes, more in ((reward, held_out), (passes, lines(evals, f"val_pass@{most}", "--"))):
         for line in more:
@@ -184,9 +191,9 @@ def _passes(record: Mapping[str, Any]) -> int:
 
 
 def _panel(
-    axes: "Axes", title: str, lines: list[_Line], smooth: bool = False, marks: bool = True
+    axes: "Axes", title: str, lines: list[_Line], smooth: int | None = None, marks: bool = True
 ) -> list[tuple[float, str]]:
-    """Draws the lines; returns the last value of each, and its colour."""
+    """Draws the lines, smoothed over this part of them either side; returns the last value of each, and its colour."""
     axes.set_title(title, pad=8)
     lines = [line for line in lines if len(line.shown)]
     if not lines:
@@ -201,7 +208,7 @@ def _panel(
         if smooth and many:
             faint = 0.3 if len(lines) == 1 else 0.13
             axes.plot(line.x[thin], y[thin], color=line.color, alpha=faint, linewidth=0.8)
-            y = smoothed(y, len(line.shown) // 60)
+            y = smoothed(y, len(line.shown) // smooth)
         marker = "o" if len(line.shown) == 1 or (marks and not many) else ""
         axes.plot(
             line.x[thin],

@@ -53,9 +53,19 @@ class Recipe:
 
 
 RECIPES = {
+    # The sample world's skills, a question at a time; counting letters is left to what follows.
+    "sample-mid": Recipe(
+        "sample-mid",
+        (
+            Entry("sample-spelling", stop=4_000),
+            Entry("sample-sums", stop=2_000),
+        ),
+        (Entry("sample-spelling", "val", stop=100), Entry("sample-sums", "val", stop=100)),
+    ),
+    # And its conversations.
     "sample": Recipe(
         "sample",
-        (Entry("sample-chat", stop=18_000),),
+        (Entry("sample-chat", stop=10_000),),
         (Entry("sample-chat", "val", stop=400),),
     ),
     # Formats and skills: multiple choice, calculating, spelling, and the first conversations.

@@ -159,6 +159,7 @@ class Material:
     train: Source
     order: RowOrder
     val: Source
+    exam: loop.Exam | None = None
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,7 @@ def assemble(
         loader,
         evaluate_on(material.val, config, tokenizer, forward, device, rows, config.train.eval_tokens),
         device,
+        exam=material.exam,
         micro_steps=per_step // rows,
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
         scale=LossScale(dtype == torch.float16),

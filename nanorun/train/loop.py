@@ -33,6 +33,8 @@ from nanorun.train import checkpoint
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, StopSignals, Verdict
 from nanorun.train.track import Tracker
 
+Kind = Literal["eval", "chat"]  # of what is measured on the way
+
 
 class Feed(AbstractContextManager[Any], Protocol):
     """What steps learn from, one `next` after the other; another one goes on from its `state`."""
@@ -53,6 +55,14 @@ class Evaluation(Protocol):
     def sentence(self) -> str: ...  # for the person
 
 
+@dataclass(frozen=True)
+class Exam:
+    """Questions to the model on the way, beside the evaluation."""
+
+    every: int  # steps, and at the end
+    ask: Callable[[GPT], Evaluation]
+
+
 @dataclass
 class Training:
     """Everything a run consists of. What `state` holds, and the weights, is all it needs to go on."""
@@ -65,6 +75,7 @@ class Training:
     loader: Feed
     evaluate: Callable[[], Evaluation]
     device: torch.device
+    exam: Exam | None = None
     micro_steps: int = 1  # batches of the loader that make one step
     peak_flops: float | None = None  # of the device, for MFU
     guard: Guard = field(default_factory=Guard)
@@ -169,8 +180,9 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
     size = 1 if t.unit == "step" else train.batch_tokens
     total, done = train.steps * size, t.step * size
     with StopSignals() as stop, Progress(f"training {t.run.name}", total, t.unit, done=done) as bar:
-        if t.step and evaluation_due(t) and not evaluated(t):
-            log_evaluation(t)  # the last session was killed between saving and evaluating
+        for kind in evaluations_due(t) if t.step else ():
+            if not evaluated(t, kind):
+                log_evaluation(t, kind)  # the last session was killed between saving and evaluating
         t.stop = lambda: stop.requested
         pulses = t.device.type != "cuda" and t.unit == "tok"  # on CUDA the host runs ahead of what is done
         t.pulse = bar.advance if pulses else t.pulse
@@ -181,8 +193,9 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 break
             except OutOfData:  # going back to a checkpoint gave steps back, and data is never used twice
                 save(t)
-                if not evaluated(t):
-                    log_evaluation(t)
+                for kind in evaluations_due(t, ended=True):
+                    if not evaluated(t, kind):
+                        log_evaluation(t, kind)
                 return True
             t.log(step_record(t, step))
             advanced = 1 if t.unit == "step" else 0 if pulses else step.passed
@@ -194,13 +207,14 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
             if step.verdict == "rollback" and roll_back(t):
                 continue
             minutes = (time.monotonic() - last_save) / 60
-            if evaluation_due(t) or t.step % train.save_every == 0 or minutes >= train.save_minutes:
+            due = evaluations_due(t)
+            if due or t.step % train.save_every == 0 or minutes >= train.save_minutes:
                 with bar.aside():
                     save(t)
                 last_save = time.monotonic()
-            if evaluation_due(t):
+            for kind in due:
                 with bar.aside():
-                    result = log_evaluation(t)
+                    result = log_evaluation(t, kind)
                 bar.note(f"{result.sentence()} at step {t.step}")
         if t.step < train.steps:
             save(t)
@@ -240,18 +254,22 @@ def step_record(t: Training, step: Step) -> dict[str, Any]:
     }
 
 
-def evaluation_due(t: Training) -> bool:
-    every = t.config.train.eval_every
-    return t.step == t.config.train.steps or (every > 0 and t.step % every == 0)
+def evaluations_due(t: Training, ended: bool = False) -> list[Kind]:
+    """What is measured at this step."""
+    every: dict[Kind, int] = {"eval": t.config.train.eval_every}
+    if t.exam is not None:
+        every["chat"] = t.exam.every
+    ended = ended or t.step == t.config.train.steps
+    return [kind for kind, steps in every.items() if ended or (steps > 0 and t.step % steps == 0)]
 
 
-def evaluated(t: Training) -> bool:
-    return any(r["kind"] == "eval" and r["step"] == t.step for r in t.run.read_metrics())
+def evaluated(t: Training, kind: Kind) -> bool:
+    return any(r["kind"] == kind and r["step"] == t.step for r in t.run.read_metrics())
 
 
-def log_evaluation(t: Training) -> Evaluation:
-    result = t.evaluate()
-    record = {"kind": "eval", "step": t.step, "tokens": t.tokens, "seconds": round(t.seconds, 4)}
+def log_evaluation(t: Training, kind: Kind = "eval") -> Evaluation:
+    result = t.exam.ask(t.model) if kind == "chat" and t.exam is not None else t.evaluate()
+    record = {"kind": kind, "step": t.step, "tokens": t.tokens, "seconds": round(t.seconds, 4)}
     t.log({**record, **result.figures()})
     return result
 

@@ -253,6 +253,8 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
     evals = [record for record in records if record["kind"] == "eval"]
     rollouts = cast(Rollouts, t.loader)
     last = rollouts.last or rollouts.evaluate()
+    before = {key: value for key, value in evals[0].items() if key.startswith("val_")}
+    before = before if evals[0]["step"] == 0 else {}
     few = max(len(steps) // 10, 1)
     summary: dict[str, Any] = {
         "name": t.run.name,
@@ -266,7 +268,10 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
         "seconds": round(t.seconds, 1),
         "first_reward": sum(record["reward"] for record in steps[:few]) / few,
         "last_reward": sum(record["reward"] for record in steps[-few:]) / few,
-        "val_reward_before": evals[0]["val_reward"] if evals[0]["step"] == 0 else None,
+        "eval_problems": len(rollouts.held_out),
+        "samples_each": rl.samples,
+        "val_reward_before": before.get("val_reward"),
+        "before": before,
         **last.figures(),
         "rollout_tokens_per_s": _median([record["rollout_tokens_per_s"] for record in steps]),
         "train_tokens_per_s": _median([record["train_tokens_per_s"] for record in steps]),

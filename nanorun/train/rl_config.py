@@ -1,7 +1,7 @@
 """What a run of reinforcement learning is told, and what follows from the run that it starts from.
 
-The learning rates are the parent's times 0.05 and fall in a line to 0; nothing decays, since nothing new is
-memorised.
+The learning rates are the parent's times 0.05 (`--rate-share`) and fall in a line to 0; nothing decays, since
+nothing new is memorised.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from nanorun.runs import list_runs, read_config
 from nanorun.tasks.task import Task
 from nanorun.train import checkpoint
 
-RATE_SHARE = 0.05  # of the parent's rates
+RATE_SHARE = 0.05  # of the parent's rates, unless told otherwise
 MOST_STEPS = 500  # unless more are asked for
 
 OpenTask = Callable[[str, str], Task]
@@ -61,6 +61,7 @@ def configure(
     steps: int | None = None,
     open_task: OpenTask = open_by_name,
     train: dict[str, Any] | None = None,
+    rate_share: float = RATE_SHARE,
     **changes: Any,
 ) -> tuple[str, Config, RLConfig]:
     """The run's name and configuration: what is asked for, and what follows from the parent.
@@ -80,6 +81,8 @@ def configure(
         if not saved:
             raise UserError(f"The run '{parent}' has no checkpoint yet: let it train on.")
         start = saved[-1]
+    if not 0 < rate_share < float("inf"):
+        raise UserError(f"--rate-share is {rate_share}: it must be more than 0, such as 0.05.")
     if not tasks:
         raise UserError("Name a task to learn: --task NAME, or a file of yours, --task file.py:Class.")
     rl = RLConfig(parent, start, tuple(tasks), **changes)
@@ -89,12 +92,12 @@ def configure(
     batch = rl.problems * rl.samples * rl.max_tokens
     defaults: dict[str, Any] = {"eval_every": 25, "save_every": 25, "save_minutes": 10.0, "seed": 0}
     config = TrainConfig(steps=steps, batch_tokens=batch, **{**defaults, **(train or {})})
-    return name, replace(theirs, optim=_rates(theirs.optim), train=config, kind="rl"), rl
+    return name, replace(theirs, optim=_rates(theirs.optim, rate_share), train=config, kind="rl"), rl
 
 
-def _rates(parent: OptimConfig) -> OptimConfig:
+def _rates(parent: OptimConfig, share: float) -> OptimConfig:
     """The parent's, much smaller, falling in a line to 0 from the first step; no weight decay."""
-    rates = {name: getattr(parent, name) * RATE_SHARE for name in vars(parent) if name.endswith("_rate")}
+    rates = {name: getattr(parent, name) * share for name in vars(parent) if name.endswith("_rate")}
     return replace(parent, **{**rates, "final_rate": 0.0}, matrix_decay=0.0, warmup_steps=0, warmdown=1.0)
 
 

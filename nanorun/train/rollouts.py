@@ -65,9 +65,15 @@ class HeldOut:
     reward: float
     passes: dict[str, float]
     examples: list[dict[str, Any]]
+    by_task: dict[str, float]  # the mean reward of each
 
     def figures(self) -> dict[str, Any]:
-        return {"val_reward": self.reward, **{f"val_pass@{k}": share for k, share in self.passes.items()}}
+        each = self.by_task if len(self.by_task) > 1 else {}
+        return {
+            "val_reward": self.reward,
+            **{f"val_reward_{task}": reward for task, reward in each.items()},
+            **{f"val_pass@{k}": share for k, share in self.passes.items()},
+        }
 
     def sentence(self) -> str:
         most = list(self.passes)[-1]
@@ -159,7 +165,9 @@ class Rollouts:
         rewards = [answer.reward or 0.0 for answer in judged]
         groups = [rewards[i : i + many] for i in range(0, len(rewards), many)]
         examples = [asdict(answer) for answer in judged[:: 3 * many + 1][:8]]
-        self.last = HeldOut(sum(rewards) / len(rewards), pass_at(groups), examples)
+        by_task = {spec: [a.reward or 0.0 for a in judged if a.task == spec] for spec in self.tasks}
+        means = {spec: sum(mine) / len(mine) for spec, mine in by_task.items() if mine}
+        self.last = HeldOut(sum(rewards) / len(rewards), pass_at(groups), examples, means)
         return self.last
 
     def state(self) -> dict[str, Any]:

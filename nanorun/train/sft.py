@@ -24,10 +24,13 @@ from nanorun.console import say
 from nanorun.data.conversations import Conversations, render_all
 from nanorun.data.rows import RowOrder, count_rows
 from nanorun.errors import UserError
+from nanorun.evals.chat import Options as ExamOptions
+from nanorun.evals.chat import examiner, open_tasks
 from nanorun.model.attention import choose_backends
 from nanorun.runs import Run, newest_run, read_config, read_metrics
 from nanorun.tasks.recipe import find_recipe, prepare
 from nanorun.text.store import open_tokenizer
+from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import base, checkpoint, loop
 from nanorun.train.base import Interrupted, Material, Options, Parent
 from nanorun.train.track import require
@@ -54,6 +57,8 @@ class Choices:
     seed: int = 0
     save_every: int | None = None
     eval_every: int | None = None
+    chat_every: int = 0  # steps between questions to the model; 0: none
+    chat_problems: int = 25  # of each task
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
@@ -78,6 +83,7 @@ def train_sft(choices: Choices, options: Options) -> dict[str, Any]:
         learned.source(tokenizer.bos),
         RowOrder("padded", seed=choices.seed, epochs=epochs),
         measured.source(tokenizer.bos),
+        exam_on_the_way(choices, tokenizer, begun_from.data),
     )
     config = configure(begun_from, choices, material)
     choose_backends(config.model, torch.device(hardware.detect().device), options.backend)
@@ -122,8 +128,8 @@ def parent_checkpoint(name: str) -> checkpoint.Checkpoint:
 
 
 def name_after(parent: str, mixture: str) -> str:
-    """sft-d12 for base-d12, sample-sft for sample-base, mid-d12 with the mixture of midtraining."""
-    stage = "mid" if mixture == "mid" else "sft"
+    """sft-d12 for base-d12, sample-sft for sample-base, mid-d12 with a mixture for midtraining."""
+    stage = "mid" if mixture.endswith("mid") else "sft"
     for old in ("base", "mid"):
         if old in parent:
             return parent.replace(old, stage)
@@ -143,7 +149,7 @@ def configure(parent: Config, choices: Choices, material: Material) -> Config:
         seed=choices.seed,
         packing="padded",
         save_every=choices.save_every or parent.train.save_every,
-        eval_every=max(steps // EVALUATIONS, 1) if choices.eval_every is None else choices.eval_every,
+        eval_every=-(-steps // EVALUATIONS) if choices.eval_every is None else choices.eval_every,
     )
     share = RATE_SHARE if parent.kind == "base" else 1.0  # a parent after midtraining has that share already
     share *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
@@ -168,6 +174,14 @@ def scaled(parent: OptimConfig, share: float) -> OptimConfig:
     return replace(parent, **rates, matrix_decay=0.0, warmup_steps=0, warmdown=WARMDOWN)
 
 
+def exam_on_the_way(choices: Choices, tokenizer: Tokenizer, data: str) -> loop.Exam | None:
+    """ChatCORE on a few questions of each task that is here and that this machine can judge."""
+    if not choices.chat_every:
+        return None
+    tasks = open_tasks(ExamOptions(folder=choices.folder), data)
+    return loop.Exam(choices.chat_every, examiner(tokenizer, tasks, choices.chat_problems))
+
+
 def tell(learned: Conversations, context: int) -> None:
     words = f"{len(learned):,} conversations, {learned.trained_tokens:,} tokens of answers"
     if learned.cut or learned.left_out:
@@ -181,13 +195,16 @@ def finish(t: loop.Training, parent: str, learned: Conversations) -> dict[str, A
     """The summary and the plot of a run that reached its end."""
     from nanorun.report.plots import plot_loss
 
+    records = list(read_metrics(t.run.folder))
+    asked = [r for r in records if r["kind"] == "chat"][-1:]
     summary = {
         **base.summarize(t),
+        **{key: value for r in asked for key, value in r.items() if key.startswith("chat")},
         "parent": parent,
         "conversations": len(learned),
         "conversations_cut": learned.cut,
         "conversations_left_out": learned.left_out,
     }
     t.run.write_summary(summary)
-    plot_loss([(t.run.name, list(read_metrics(t.run.folder)))], t.run.folder / "loss.png")
+    plot_loss([(t.run.name, records)], t.run.folder / "loss.png")
     return summary

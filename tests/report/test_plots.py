@@ -50,6 +50,14 @@ def amount(path, color) -> int:
     return int((np.abs(pixels(path) - color).max(axis=-1) < 12).sum())
 
 
+def test_chatcore_on_the_way_is_drawn_where_it_was_measured(tmp_path):
+    looks = [{"kind": "chat", "step": step, "chatcore": step / 250} for step in (50, 100, 150, 200)]
+    drawn = plot_loss([("sft", [*metrics(), *looks])], tmp_path / "chat.svg").read_text()
+    assert "<!-- ChatCORE (1 is all right) -->" in drawn
+    assert "<!-- 0.800 -->" in drawn, "the last value stands at the end of its line"
+    assert "ChatCORE" not in plot_loss([("sft", metrics())], tmp_path / "none.svg").read_text()
+
+
 def test_a_run_becomes_a_picture_on_white(tmp_path):
     path = plot_loss([("d12", metrics())], tmp_path / "new" / "loss.png")
     picture = pixels(path)

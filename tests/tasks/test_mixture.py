@@ -182,7 +182,7 @@ def test_a_bad_json_mixture_is_one_sentence(tmp_path, content):
 
 
 def test_unknown_names_say_what_there_is():
-    with pytest.raises(UserError, match="choose sample, mid, sft"):
+    with pytest.raises(UserError, match="choose sample-mid, sample, mid, sft"):
         find_recipe("smft")
     with pytest.raises(UserError, match="There is no task 'arc'"):
         prepare(Recipe("x", (Entry("arc"),)))

@@ -172,6 +172,10 @@ def test_graded_rewards_and_the_whole_of_grpo_learn_too(world):
 def test_several_tasks_are_learned_together(world):
     summary = learn("both", ("echo", "spell", "echo"))
     assert summary["tasks"] == ["echo", "spell", "echo"]
+    before = summary["before"]
+    assert before["val_reward"] == summary["val_reward_before"]
+    assert before.keys() == {key for key in summary if key.startswith("val_")} - {"val_reward_before"}
+    assert {"val_reward_echo", "val_reward_spell", "val_pass@1"} <= before.keys()
     t, _, _ = assembled("mixed", ("echo", "spell", "echo"))
     with t.run, t.loader:
         counts = Counter(t.loader.problem(i)[0] for i in range(120))
@@ -209,6 +213,10 @@ def test_rates_are_a_twentieth_of_the_parents_and_fall_in_a_line_to_zero(world):
     assert scales == pytest.approx([1 - step / 10 for step in range(11)])
     _, config, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, problems=16)
     assert config.train.steps == 3, "all 40 problems once"
+    _, bolder, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, rate_share=0.2)
+    assert bolder.optim.matrix_rate == pytest.approx(0.2 * parents["matrix_rate"])
+    with pytest.raises(UserError, match="--rate-share is 0"):
+        rl.configure(["echo"], parent="echoes", open_task=open_task, rate_share=0)
 
 
 # -- nothing is lost ---------------------------------------------------------------------------------

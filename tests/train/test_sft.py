@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ from nanorun.data.rows import RowOrder
 from nanorun.data.sample.words import COMMON
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
+from nanorun.evals.run import load_model
 from nanorun.model.gpt import GPT
 from nanorun.runs import Run, read_config, read_metrics
 from nanorun.tasks.recipe import find_recipe, prepare
@@ -323,8 +325,6 @@ def test_a_finished_run_is_not_done_again_and_other_conversations_are_refused(wo
 
 
 def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
-    from nanorun.evals.run import load_model
-
     train_sft(choices(world, steps=3, context=32), Options(name="child", fresh=True))
     record = read_config("child")
     assert (record["kind"], record["parent"], record["mixture"]["name"]) == ("sft", "tiny-base", "mixture")
@@ -342,6 +342,8 @@ def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
         ("base-d12", "sft", "sft-d12"),
         ("base-d12", "mid", "mid-d12"),
         ("mid-d12", "sft", "sft-d12"),
+        ("sample-base", "sample-mid", "sample-mid"),
+        ("sample-mid", "sample", "sample-sft"),
         ("sample-base", "sample", "sample-sft"),
         ("mine", "talk", "sft-mine"),
     ],
@@ -372,3 +374,68 @@ def test_a_users_own_task_trains_from_the_command_line(world, tmp_path):
     done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "gone.py: --task takes the path of a Python file" in done.stderr
+
+
+def chat_records(world: Path, name: str) -> list[dict]:
+    return [r for r in read_metrics(world / "runs" / name) if r["kind"] == "chat"]
+
+
+def test_chatcore_on_the_way_is_logged_and_changes_nothing(world):
+    alike = {"steps": 7, "eval_every": 4}
+    train_sft(choices(world, **alike), Options(name="unasked", fresh=True))
+    asked = train_sft(
+        choices(world, **alike, chat_every=3, chat_problems=2), Options(name="asked", fresh=True)
+    )
+    records = chat_records(world, "asked")
+    assert [r["step"] for r in records] == [3, 6, 7], "as often as told, and at the end"
+    assert {"chatcore", "chat_sample-facts", "chat_sample-sums"} <= records[0].keys()
+    assert asked["chatcore"] == records[-1]["chatcore"]
+    assert chat_records(world, "unasked") == []
+    one, other = final_weights(world, "unasked"), final_weights(world, "asked")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_look_at_chatcore_that_a_kill_prevented_is_made_up_for(world):
+    args = choices(world, steps=6, chat_every=3, chat_problems=1)
+    train_sft(args, Options(name="unlooked", fresh=True))
+    path = world / "runs" / "unlooked" / "metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"chat"' not in line]
+    path.write_text("".join(f"{line}\n" for line in kept))
+    (world / "runs" / "unlooked" / "summary.json").unlink()
+    again = train_sft(args, Options(name="unlooked"))
+    assert [r["step"] for r in chat_records(world, "unlooked")] == [6]
+    assert again["chatcore"] is not None
+
+
+def test_chatcore_on_the_way_leaves_out_what_cannot_be_judged_here(world):
+    from nanorun.evals import chat
+    from nanorun.infer.sandbox import SandboxUnavailable
+    from nanorun.tasks.lantern_isles import SampleQuestions
+
+    class Program(SampleQuestions):
+        def reward(self, index, reply):
+            raise SandboxUnavailable("there is none")
+
+    _, _, _, model = load_model("tiny-base")
+    tasks = {"facts": SampleQuestions("sample-facts"), "program": Program("sample-sums")}
+    marks = chat.examiner(open_tokenizer("sample"), tasks, 2)(model)
+    assert marks.figures().keys() == {"chatcore", "chat_facts"}
+    assert marks.sentence().startswith("ChatCORE 0.000 (facts 0%)")
+
+
+def test_midtraining_learns_from_the_public_tasks_files(world, tmp_path, shared_data):
+    """Real files: those that are there are mixed, the others are named and left out."""
+    with tarfile.open(shared_data / "chat.tar.xz") as archive:
+        wanted = ("gsm8k", "arc_", "words_alpha", "mmlu_dev")
+        members = [m for m in archive if m.isfile() and any(word in m.name for word in wanted)]
+        archive.extractall(tmp_path, members, filter="data")
+    args, env = command(world, "mid-tiny", steps=2, context=256, task_files=tmp_path)
+    args = [word if word != str(world / "mixture.json") else "mid" for word in args]
+    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "left out of the mixture: " in done.stderr
+    learned = {entry["task"] for entry in read_config("mid-tiny")["mixture"]["train"]}
+    assert learned >= {"arc-easy", "arc-challenge", "gsm8k", "spelling"}
+    summary = json.loads(done.stdout)
+    assert summary["conversations"] > 15_000
+    assert math.isfinite(summary["val_bpb"])
