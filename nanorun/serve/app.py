@@ -39,6 +39,7 @@ from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation
 from nanorun.serve.suggestions import suggest
 
 WEB = Path(__file__).parent / "web"
+LEFT_OUT = "nanorun-left-out"  # how many of the oldest messages did not fit
 QUICK = 4_096  # characters that are encoded at once, without a thread
 
 _ERROR = {
@@ -103,12 +104,18 @@ class Service:
         size = sum(message.size for message in asked.messages)
         max_tokens = self._max_tokens(asked.max_completion_tokens or asked.max_tokens)
         truncate = asked.truncation == "auto"
+        left_out = 0
 
         def encode() -> list[list[int]]:
-            return [self.prompts.of_messages(asked.messages, truncate, max_tokens)]
+            nonlocal left_out
+            ids, left_out = self.prompts.of_messages(asked.messages, truncate, max_tokens)
+            return [ids]
 
         common = {"logprobs": asked.wanted_logprobs, "stop_ids": speaker.stop_ids, "tool": speaker.tool}
-        return await self._answer(asked, size, 1, encode, chat=True, max_tokens=max_tokens, **common)
+        answer = await self._answer(asked, size, 1, encode, chat=True, max_tokens=max_tokens, **common)
+        if left_out:
+            answer.headers[LEFT_OUT] = str(left_out)
+        return answer
 
     async def complete(self, asked: CompletionRequest) -> Response:
         self._check(asked)

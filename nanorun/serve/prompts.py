@@ -23,8 +23,12 @@ class Prompts:
         self.tokenizer, self.context = tokenizer, context
         self._longest = max(int(tokenizer.token_bytes().max()), 1)  # bytes of a token
 
-    def of_messages(self, messages: Sequence[Message], truncate: bool, max_tokens: int | None) -> list[int]:
+    def of_messages(
+        self, messages: Sequence[Message], truncate: bool, max_tokens: int | None
+    ) -> tuple[list[int], int]:
+        """The prompt, and how many of the oldest messages had to be left out."""
         turns = _turns(messages)
+        all_turns = len(turns)
         if truncate:
             answer = max(self.context // ANSWER_SHARE, 1)
             turns = self._newest(turns, self.context - min(max_tokens or answer, answer))
@@ -34,7 +38,7 @@ class Prompts:
         except UserError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
         self._check_length(len(ids), "messages")
-        return ids
+        return ids, all_turns - len(turns)
 
     def of_text(self, prompt: str | Sequence[int]) -> list[int]:
         tokenizer = self.tokenizer

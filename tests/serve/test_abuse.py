@@ -129,8 +129,10 @@ def test_two_thousand_messages(server):
     asked = {"messages": messages, "temperature": 0}
     refused = server.http.post(CHAT, json=asked)
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    cut = server.http.post(CHAT, json={**asked, "truncation": "auto", "max_tokens": 5}).json()
-    assert 2048 - 60 < cut["usage"]["prompt_tokens"] <= 2048 - 5
+    cut = server.http.post(CHAT, json={**asked, "truncation": "auto", "max_tokens": 5})
+    assert 2048 - 60 < cut.json()["usage"]["prompt_tokens"] <= 2048 - 5
+    assert 1000 < int(cut.headers["nanorun-left-out"]) < 2000
+    assert "nanorun-left-out" not in server.ask().headers
     many = server.http.post(CHAT, json={"messages": messages * 3})
     assert many.json()["error"]["code"] == "too_many_messages"
 

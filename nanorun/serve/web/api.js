@@ -23,7 +23,7 @@ export async function fetchModel(key) {
 
 /**
  * Yields { kind, text } for each piece of the answer ("text", or a tool's "python", "output", "guess"), then
- * { finish } and { tokens }. A base model has `prompt` in place of `messages`.
+ * { finish } and { tokens }; before them { leftOut }, where the oldest messages did not fit. A base model has `prompt` in place of `messages`.
  */
 export async function* answer(request, key, signal) {
   const path = "messages" in request ? "v1/chat/completions" : "v1/completions";
@@ -35,6 +35,8 @@ export async function* answer(request, key, signal) {
     signal,
   };
   const response = await send(path, asked);
+  const leftOut = Number(response.headers.get("nanorun-left-out"));
+  if (leftOut) yield { leftOut };
   for await (const data of events(response, signal)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
@@ -107,7 +109,5 @@ async function trouble(response, hadKey) {
   if (error?.code === "context_length_exceeded") {
     return new Trouble("This is longer than the model can read: shorten it, or start anew.", status);
   }
-  return new Trouble(error?.message ? String(error.message) : `The server answered with ${status}.`, {
-    status,
-  });
+  return new Trouble(error?.message ? String(error.message) : `The server answered with ${status}.`, status);
 }

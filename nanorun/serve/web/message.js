@@ -187,12 +187,13 @@ function errorCard(message, { regenerate, settings, last }) {
   );
 }
 
-function figures({ finish, stats, content }) {
+function figures({ finish, stats, content, leftOut }) {
   const said = [];
   const add = (text, name = null) => said.push(h("span", { class: name }, text));
   if (finish === "stopped") add(content ? "stopped" : "stopped before the first word");
   if (finish === "interrupted") add("the page was closed before the end");
   if (finish === "length") add("cut off at the token limit");
+  if (leftOut) add(leftOut === 1 ? "the oldest message is left out" : `the oldest ${leftOut} messages are left out`);
   if (!stats?.tokens) return said;
   add(`${stats.counted ? "" : "about "}${stats.tokens} token${stats.tokens === 1 ? "" : "s"}`, "count");
   if (stats.perSecond) add(`${round(stats.perSecond)} tokens/s`);

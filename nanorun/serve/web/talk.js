@@ -36,7 +36,7 @@ export class Talk {
     message ??= { role: "assistant", content: "" };
     if (this.model?.kind === "base") message.plain = true;
     if (!goesOn) conversation.messages.push(message);
-    for (const name of ["finish", "stats", "error"]) delete message[name];
+    for (const name of ["finish", "stats", "error", "leftOut"]) delete message[name];
     const controller = new AbortController();
     let end;
     const ended = new Promise((resolve) => (end = resolve));
@@ -50,6 +50,7 @@ export class Talk {
       for await (const news of answer(request, loadKey(), controller.signal)) {
         if (news.finish) message.finish = news.finish;
         if (news.tokens) tokens = news.tokens;
+        if (news.leftOut) message.leftOut = news.leftOut;
         if (news.text === undefined) continue;
         first ??= performance.now();
         pieces += 1;
