@@ -263,7 +263,7 @@ def show(result: dict[str, Any]) -> str:
     line = max(told.splitlines(), key=len)
     line = line[: line.find(". ", 80) + 1] or line
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode(line)]
-    folder = Path(result["home"])
+    folder = Path(result["home"]).resolve()
     lines = [
         "",
         f"THE LANTERN ISLES, AS THE MODEL READS THEM ({len(line.encode())} bytes, {len(pieces)} tokens)",
