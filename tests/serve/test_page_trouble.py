@@ -115,10 +115,10 @@ def test_without_room_or_right_to_keep_anything_one_can_still_talk(server, visit
 
 
 def test_a_conversation_that_outgrows_the_context_says_what_was_left_out(page):
-    ask(page, "Once upon a time. " * 90)
+    ask(page, "Once upon a time. " * 30)
     expect(page.get_by_text("left out", exact=False)).to_have_count(0)
-    for _ in range(3):
-        ask(page, "And again upon a time. " * 90)
+    for _ in range(4):
+        ask(page, "And again upon a time. " * 30)
     expect(page.locator("article.answer").last).to_contain_text("messages are left out")
 
 
