@@ -4,11 +4,13 @@ Two measurements on one model, in one run:
 
 1. Throughput with 1, 8 and 64 clients that each ask again as soon as they have their answer: the engine alone in
    this process, without anybody watching its tokens, and the server, each client reading a stream, by turns.
-2. Abuse, for a minute: 64 streams at a time, a third of them left midway, and somebody who asks /health four
-   times a second. Nothing may fail, no slot may be lost, and memory must not grow.
+2. Abuse, for a minute: 64 streams at a time, a third of them left midway; beside them broken bodies, bodies of ten
+   megabytes, conversations of 2,000 messages, readers that take a byte a second, requests made up from the
+   OpenAPI schema (by schemathesis, where it is installed), and somebody who asks /health four times a second.
+   Nothing may fail but what is wrong, no slot may be lost, and memory must not grow.
 
-Prints a table, and one JSON line last. The clients need a core of their own: where the machine has few, they
-and the server slow each other down, and the share is a lower bound.
+Prints a table, and one JSON line last; --save keeps it. The clients need a core of their own: where the
+machine has few, they and the server slow each other down, and the share is a lower bound.
 """
 
 import argparse
@@ -17,20 +19,33 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from nanorun.bench.record import record
+from nanorun.bench.record import keep, record
 from nanorun.chat.conversation import Options, Speaker
 from nanorun.infer.request import Request, Sampling
 from nanorun.runs import newest_speaker
 
 SAMPLING = Sampling(temperature=0.8, top_k=50)
+SLOW_READERS = 4
+BROKEN = (
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b"[" * 50_000,
+    b'{"messages": 7}',
+    b'{"prompt": "x", "n": 1e400}',
+)
 
 
 def prompt(number: int) -> str:
@@ -78,8 +93,8 @@ class Load:
             status = (await reader.readline()).split()[1].decode()
             data, chunks = b"", 0
             while part := await reader.read(65536):
-                chunks += part.count(b"data: {")
-                if chunks and not data:
+                before, chunks = chunks, chunks + part.count(b"data: {")
+                if chunks and not before:
                     self.first.append(time.perf_counter() - begun)
                 data = (data + part)[-2048:]
                 if leave_after is not None and chunks >= leave_after:
@@ -92,6 +107,49 @@ class Load:
             self.seen[f"failed {type(error).__name__}"] += 1
         finally:
             writer.close()
+
+    async def post(self, path: str, body: bytes) -> None:
+        """Sends it and counts what came back, by kind: `200`, `400`."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            status = (await reader.readline()).split()[1].decode()
+            while await reader.read(65536):
+                pass
+            self.seen[f"nuisance {status}"] += 1
+        except (OSError, IndexError):
+            self.seen["nuisance hung up on"] += 1  # as a server may on a body that is too long
+        finally:
+            writer.close()
+
+    async def read_slowly(self, until: float) -> None:
+        """A stream of which a byte a second is taken."""
+        asked = {"prompt": prompt(next(self.numbers)), "max_tokens": self.tokens, "stream": True}
+        body = json.dumps(asked)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        while time.perf_counter() < until and await reader.read(1):
+            await asyncio.sleep(1)
+        self.seen["read slowly"] += 1
+        writer.close()
+
+    async def annoy(self, until: float) -> None:
+        """Four times a second something that no good client sends."""
+        turns = [{"role": ("user", "assistant")[at % 2], "content": f"number {at}"} for at in range(2001)]
+        talk = json.dumps({"messages": turns, "truncation": "auto", "max_tokens": 4}).encode()
+        for turn in itertools.count():
+            if time.perf_counter() >= until:
+                return
+            path = ("/v1/chat/completions", "/v1/completions")[turn % 2]
+            body = BROKEN[turn // 2 % len(BROKEN)]
+            if turn % 8 == 0:
+                path, body = "/v1/chat/completions", talk
+            elif turn % 8 == 5:
+                body = b'{"prompt": "' + b"x" * 10_000_000 + b'"}'
+            await self.post(path, body)
+            await asyncio.sleep(0.25)
 
     async def clients(self, count: int, seconds: float, leaving: bool = False) -> float:
         """Tokens a second, of answers that were read to the end."""
@@ -119,6 +177,25 @@ class Load:
         return float(found[1]) if found else -1.0
 
 
+def _made_up_requests(port: int, seconds: float) -> "_Run | None":
+    program = shutil.which("st", path=str(Path(sys.executable).parent))
+    if program is None:
+        return None
+    command = [program, "run", f"http://127.0.0.1:{port}/openapi.json", "--checks", "not_a_server_error"]
+    return _Run([*command, "--phases", "fuzzing", "--max-time", str(int(seconds)), "--no-color"])
+
+
+class _Run:
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    async def wait(self) -> int:
+        said, _ = await asyncio.to_thread(self._process.communicate)
+        if self._process.returncode:
+            print(said[-3000:], file=sys.stderr)
+        return self._process.returncode
+
+
 async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
     """A minute of it: what became of the requests, of /health, of memory and of the slots."""
     healthy, memory, done = list[float](), list[float](), asyncio.Event()
@@ -132,12 +209,17 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
             memory.append(await load.metric("process_resident_memory_bytes") / 2**20)
             await asyncio.sleep(0.25)
 
-    watcher = asyncio.create_task(watch())
     load.seen.clear()
     load.first.clear()
+    until = time.perf_counter() + seconds
+    others = [watch(), load.annoy(until), *(load.read_slowly(until) for _ in range(SLOW_READERS))]
+    tasks = [asyncio.create_task(other) for other in others]
+    made_up = _made_up_requests(load.port, seconds)
     rate = await load.clients(clients, seconds, leaving=True)
+    if made_up is not None:
+        load.seen[f"schemathesis ended with {await made_up.wait()}"] += 1
     done.set()
-    await watcher
+    await asyncio.gather(*tasks)
     for _ in range(200):
         busy = await load.metric("nanorun_slots_busy") + await load.metric("nanorun_reserved")
         if not busy:
@@ -164,6 +246,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each throughput")
     parser.add_argument("--abuse", type=float, default=60.0, help="seconds of it")
+    parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     name, counts = args.model or newest_speaker(), [int(count) for count in args.clients.split(",")]
 
@@ -174,17 +257,19 @@ def main() -> None:
         Speaker(Options(name, tools="none", slots=args.slots, max_queue=1024)) as speaker,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as server,
     ):
-        assert server.stdout is not None
-        port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
-        load = Load(port, args.tokens)
-        bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
-        asyncio.run(load.clients(max(counts), 2.0))
-        for count in counts:  # by turns, so that both meet the same machine
-            engine.append(bare(speaker, count, args.seconds, args.tokens))
-            served.append(asyncio.run(load.clients(count, args.seconds)))
-        abused = asyncio.run(abuse(load, max(counts), args.abuse)) if args.abuse else None
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(60)
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
+            load = Load(port, args.tokens)
+            bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
+            asyncio.run(load.clients(max(counts), 2.0))
+            for count in counts:  # by turns, so that both meet the same machine
+                engine.append(bare(speaker, count, args.seconds, args.tokens))
+                served.append(asyncio.run(load.clients(count, args.seconds)))
+            abused = asyncio.run(abuse(load, max(counts), args.abuse)) if args.abuse else None
+        finally:
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(60)
 
     rows = [
         {"clients": count, "engine": round(a, 1), "server": round(b, 1), "share": round(b / a, 3)}
@@ -196,7 +281,9 @@ def main() -> None:
     for key, value in (abused or {}).items():
         print(f"{key:>18}  {value}")
     result = record("serve", model=name, slots=args.slots, tokens=args.tokens, rows=rows, abuse=abused)
-    print(json.dumps({**result, "exit_code": code}))
+    result["exit_code"] = code
+    keep(result, args.save)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

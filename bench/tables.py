@@ -254,6 +254,27 @@ def speedrun(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{reward} Base model: {result['base']['val_bpb']:.3f} bits per byte. {footer(result)}"
 
 
+def serve(result: dict[str, Any]) -> str:
+    rows = markdown(
+        ["clients", "engine alone, tokens/s", "server, tokens/s", "share"],
+        [
+            [row["clients"], f"{row['engine']:,.0f}", f"{row['server']:,.0f}", f"{row['share']:.0%}"]
+            for row in result["rows"]
+        ],
+    )
+    minute = result["abuse"]
+    if minute is None:
+        return f"{rows}\n\nThe model: {result['model']}. {footer(result)}"
+    seen = ", ".join(f"{count:,} × {what}" for what, count in minute["outcomes"].items() if what != "tokens")
+    start, end = minute["memory_mib"]
+    said = (
+        f"{minute['seconds']:.0f} seconds of abuse by {minute['clients']} clients and others: {seen}. "
+        f"Slots left busy: {minute['slots_left_busy']:.0f}. Memory after a quarter of it {start:,.0f} MiB, at the "
+        f"end {end:,.0f}. The slowest answer of /health took {1e3 * minute['health_worst_s']:,.0f} ms."
+    )
+    return f"{rows}\n\n{said}\n\nThe model: {result['model']}. {footer(result)}"
+
+
 def footer(result: dict[str, Any]) -> str:
     where = f"{result['device']}, {result['cores']} cores, torch {result['torch']}"
     return f"Measured {result['date']} on {where}, at {result['commit']}, by `{result['command']}`."
@@ -265,6 +286,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "core speed": core_speed,
     "infer": infer,
     "loader": loader,
+    "serve": serve,
     "sft run": base_run,
     "speedrun": speedrun,
     "tokenizer trainers": tokenizer_trainers,
