@@ -24,7 +24,7 @@ from nanorun.serve.metrics import Metrics
 
 Arrival = tuple[int, Event | BaseException]  # the number of the request in its delivery, what happened
 
-WRITES_PER_S = 2_500  # of all streams together; a token then waits a little for the next, if many write
+WRITES_PER_S = 1_000  # of all streams together; a token then waits a little for the next, if many write
 
 
 class Desk:
