@@ -171,7 +171,8 @@ def plan_here(
     gpus: int,
     device_batch: int | None,
 ) -> Plan:
-    """The plan of what `train base` would do in this home: with its newest tokenizer and data, where it has them."""
+    """The plan for a vocabulary of the usual size, unless another is asked for. Says if `train base` would take
+    another here, since it takes the newest tokenizer."""
     from nanorun.data.dataset import dataset_names, open_dataset
     from nanorun.text.store import open_tokenizer, tokenizer_names
 
@@ -179,9 +180,10 @@ def plan_here(
     there = (
         validation_tokens(open_dataset(), tokenizer) if tokenizer is not None and dataset_names() else None
     )
-    source = "as asked for" if vocab_size is not None else "assumed, there is no tokenizer here yet"
-    if tokenizer is not None:
-        vocab_size, source = tokenizer.vocab_size, f"of '{tokenizer.name}', the newest tokenizer here"
+    source = "as asked for" if vocab_size is not None else "the usual size"
+    if tokenizer is not None and tokenizer.vocab_size != VOCAB:
+        size = tokenizer.vocab_size
+        source += f"; '{tokenizer.name}', which train base would take here, has {size:,} (--vocab {size})"
     config = scale(depth, vocab_size or VOCAB, context=context, horizon=horizon, batch_tokens=batch_tokens)
     made = make_plan(config, gpu, gpus, device_batch, validation_tokens=there)
     return replace(made, vocab_from=source)

@@ -190,14 +190,15 @@ def test_a_run_of_many_days_is_refused_before_anything_starts_unless_it_is_meant
     meant.communicate()
 
 
-def test_a_plan_takes_the_newest_tokenizer_and_says_so(small_world, tmp_path):
-    assert "of 'small', the newest" in nanorun(small_world, "plan", "--gpu", "h100").stdout
-    assert last_json(nanorun(small_world, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 300
+def test_a_plan_says_which_vocabulary_it_is_for_and_which_training_would_take(small_world, tmp_path):
+    said = nanorun(small_world, "plan", "--gpu", "h100").stdout
+    assert "'small', which train base would take here, has 300 (--vocab 300)" in " ".join(said.split())
+    assert last_json(nanorun(small_world, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 32_768
     asked = last_json(nanorun(small_world, "plan", "--gpu", "h100", "--vocab", "500", "--json"))
     assert asked["vocab_size"] == 500
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no tokenizer here yet" in nanorun(empty, "plan", "--gpu", "h100").stdout
+    assert "which train base" not in nanorun(empty, "plan", "--gpu", "h100").stdout
 
 
 def test_from_own_text_to_tokens_through_the_command_line(home, corpus):

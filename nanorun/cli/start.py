@@ -46,7 +46,7 @@ def plan(
     depth: Depth = 12,
     vocab: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens in the vocabulary (default: the newest tokenizer's, else 32768)."),
+        typer.Option(min=2, help="Tokens in the vocabulary (default: 32768)."),
     ] = None,
     context: Context = 2048,
     ratio: Ratio = None,
