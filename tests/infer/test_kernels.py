@@ -394,10 +394,10 @@ def test_the_engine_generates_by_the_kernels_what_it_generates_without(int8):
 
     model = awake_model(**SHAPES["plain"])
     dice = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=dice).tolist() for n in (3, 17, 9)]
+    prompts = [torch.randint(0, model.config.vocab_size, (n,), generator=dice).tolist() for n in (3, 9)]
     asked = [
-        Request(p, Sampling(temperature=t, seed=5), max_tokens=12)
-        for p, t in zip(prompts, (0, 0.8, 0), strict=True)
+        Request(p, Sampling(temperature=t, seed=5), max_tokens=4)  # a step takes a second in the interpreter
+        for p, t in zip(prompts, (0, 0.8), strict=True)
     ]
     said = []
     for decoder in (None, by_kernels):
