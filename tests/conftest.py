@@ -1,6 +1,8 @@
 """Fixtures that every test may use: a fresh home, and the shared corpus where this machine has it."""
 
 import os
+import signal
+from collections.abc import Callable, Sequence
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: as the command line does
 
@@ -37,6 +39,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_home(folder)
     torch.set_num_threads(threads)
     return folder
+
+
+@pytest.fixture
+def mistake(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Sequence[str]], str]:
+    """Types a command that is wrong, in this process: exit code 2 and one sentence, which is returned."""
+    from nanorun import cli
+
+    def typed(args: Sequence[str]) -> str:
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        with pytest.raises(SystemExit) as left:
+            cli.main(list(args))
+        said = capsys.readouterr()
+        assert left.value.code == 2
+        assert said.out == ""
+        assert len(said.err.strip().splitlines()) == 1
+        return said.err
+
+    return typed
 
 
 @pytest.fixture

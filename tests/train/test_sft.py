@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from spike import Spike
 
 from nanorun.config import Config, OptimConfig, TrainConfig, scale_model
 from nanorun.data.conversations import render_all
@@ -289,18 +290,6 @@ def test_a_signal_saves_and_the_same_command_goes_on(world):
     assert child.returncode == 130
     assert "goes on from there" in errors
     assert checkpoint.steps(world / "runs" / "stopped" / "checkpoints")[-1] == logged(world, "stopped")[-1]
-
-
-class Spike:
-    """The model, but its loss is not a number in the calls named."""
-
-    def __init__(self, forward, bad: set[int]) -> None:
-        self.forward, self.bad, self.calls = forward, bad, 0
-
-    def __call__(self, *args):
-        self.calls += 1
-        loss = self.forward(*args)
-        return loss * float("nan") if self.calls in self.bad else loss
 
 
 def test_after_going_back_the_epoch_ends_where_its_data_ends(world):

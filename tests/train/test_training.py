@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from spike import Spike
 
 from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_model
 from nanorun.data.dataset import open_dataset
@@ -271,18 +272,6 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(world, t
         assert found.step >= 3
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-class Spike:
-    """The model, but its loss is not a number at the steps named (counted in calls)."""
-
-    def __init__(self, forward, bad: set[int]) -> None:
-        self.forward, self.bad, self.calls = forward, bad, 0
-
-    def __call__(self, *args):
-        self.calls += 1
-        loss = self.forward(*args)
-        return loss * float("nan") if self.calls in self.bad else loss
 
 
 def assembled(config: Config, name: str, rows: int = 8) -> loop.Training:
