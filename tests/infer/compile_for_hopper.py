@@ -34,7 +34,8 @@ from nanorun.infer.weights import Matrix
 META = torch.device("meta")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64"
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }  # fmt: skip
 seen: dict[str, tuple[str, dict[str, int]]] = {}
 
@@ -81,6 +82,8 @@ def examine(compiled) -> dict[str, int]:
         "stack": stack,
         "shared": compiled.metadata.shared,
         "loads before wait": before_wait.count("LDG.E.128"),
+        "loads of 16": sass.count("LDG.E.128"),
+        "stores of 16": sass.count("STG.E.128"),
         "copies": sass.count("LDGSTS"),
         "tensor core": sass.count("HMMA") + sass.count("HGMMA"),
         "barriers": sass.count("BAR.SYNC"),

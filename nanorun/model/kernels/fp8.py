@@ -1,0 +1,507 @@
+"""Matrix products in eight bits: what is quantized, by which scale, and in which order it is written.
+
+A GPU multiplies 8-bit floats about 1.7 times as fast as bf16 (measured on an H200 at our shapes). What goes
+into a product is rounded, what comes out is not: sums are fp32, results bf16 or fp32. Weights and activations
+are e4m3 (three bits of mantissa, up to 448), gradients e5m2 (two bits, but 32 powers of two of range).
+
+Scales. A quantized tensor is q·unit, and the unit is one number, a power of two, so that scaling itself never
+rounds. It comes from a bound that cannot be exceeded, never from what an earlier step has seen. So nothing
+overflows, nothing is remembered (a run goes on bit for bit, a block computed again gives the same bits), and no
+host waits:
+
+    normed activations     an entry of a vector normed to root mean square 1 is at most √D
+    weights                their largest entry, measured when they are copied, once per update
+    relu(x·wᵀ)²            Cauchy and Schwarz: |x·w| ≤ √D·|w|, with the longest row w. Bounds are loose, but a
+                           float's precision does not depend on its scale until it falls out of the range's
+                           bottom, and the range is wide: e4m3 spans 2¹⁷. A quarter of the bound is used, and
+                           more is clipped, which needs a row that points within 60° of an input: in 768
+                           dimensions chance is 14 standard deviations away from that
+    gradients into a layer their largest entry, by one pass that only reads
+    gradient of relu²      Cauchy and Schwarz again, from the longest gradient row and column of weights.
+                           Typical entries land 13 powers of two below it, and e5m2 has 17 more below them
+    gradient of logits     |softmax - onehot| ≤ 1
+
+Both ways. A matrix unit wants both factors with the summed index in adjacent bytes, and the three products of
+a layer sum over different indices: x·wᵀ over inputs, g·w over outputs, gᵀ·x over tokens. So each tensor is
+written twice, as it is and transposed, by the kernel that makes it: it reads a tile once. Two bytes leave for
+each two bytes of bf16 that would have, so where a norm or ReLU² is fused in, quantizing costs no bandwidth.
+
+ReLU² keeps nothing for its backward pass but h = relu(u)² in eight bits, which the product needs anyway:
+the slope 2·relu(u) is 2·√h, and a root halves the relative error.
+
+Left in bf16: attention's output projection. Its input comes from attention, so quantizing it is a pass of
+its own, which at 768 wide eats what the faster product gives.
+
+Every operator runs on a CPU too (Triton's interpreter and torch's own `_scaled_mm`), for tests. Shapes: N
+tokens, D width, F hidden width; q is (N, D), its transpose (D, N) with N rounded up to 16 and zeros behind.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanorun.config import NORM_EPSILON
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch has no Triton
+    triton = None
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# Of e5m2's 57,344 not all is used: what Cauchy and Schwarz bound are products of numbers already rounded up.
+MOST = {E4M3: 448.0, E5M2: 32_768.0}
+ALIGN = 16  # bytes, of every row that a product reads
+CLIP = 2.0  # how far below its bound x·w is clipped, before the square
+FAST_SUMS = True  # in x·wᵀ and g·w; sums over tokens are long and keep their full precision
+
+TILE = 128  # rows and columns at a time of what is read and written both ways
+SLOPE_COLUMNS = 64  # of the kernel that reads two tensors: a wider tile leaves room for one program at a time
+NORM_ROWS = 64
+MEASURED_ROWS = 32
+
+
+def works(device: torch.device) -> bool:
+    """Whether this device multiplies 8-bit floats (Ada, Hopper and later) and can make them."""
+    capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return capable and triton is not None
+
+
+def fits(*sizes: int) -> bool:
+    return all(size % ALIGN == 0 for size in sizes)
+
+
+class Copies(nn.Module):
+    """A weight in eight bits, both ways; several, stacked, as one. `renew` after each change of the weights."""
+
+    rows: Tensor  # (outputs, inputs)
+    columns: Tensor  # (inputs, outputs)
+    unit: Tensor
+    longest: Tensor  # lengths of the longest row and column
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.empty(outputs, inputs, dtype=E4M3), persistent=False)
+        self.register_buffer("columns", torch.empty(inputs, outputs, dtype=E4M3), persistent=False)
+        self.register_buffer("unit", torch.empty(1), persistent=False)
+        self.register_buffer("longest", torch.empty(2), persistent=False)
+
+    @torch.no_grad()
+    def renew(self, *weights: Tensor) -> None:
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        largest = measure(weight)
+        rows, columns, unit = quantize(weight, largest, 0.0, E4M3)
+        self.rows.copy_(rows)
+        self.columns.copy_(columns)
+        self.unit.copy_(unit)
+        self.longest[0].copy_(largest[1].amax())
+        self.longest[1].copy_(torch.linalg.vector_norm(weight, dim=0).amax())
+
+
+def norm_linear(x: Tensor, copies: Copies, weights: list[Tensor], kept: int) -> tuple[Tensor, Tensor]:
+    """norm(x)·wᵀ for (..., D) x and the stacked weights, and norm(x)'s first channels unquantized."""
+    flat = x.flatten(0, -2)
+    y, first = _NormLinear.apply(flat, copies.rows, copies.columns, copies.unit, kept, *weights)
+    return y.view(*x.shape[:-1], -1), first.view(*x.shape[:-1], kept)
+
+
+def norm_mlp(x: Tensor, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    """down(relu(up(norm(x)))²) for (..., D) x."""
+    y: Tensor = _NormMLP.apply(
+        x.flatten(0, -2),
+        up_weight,
+        down_weight,
+        up.rows,
+        up.columns,
+        up.unit,
+        up.longest,
+        down.rows,
+        down.columns,
+        down.unit,
+        down.longest,
+    )
+    return y.view(x.shape)
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, unit: Tensor, kept: int, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        n, nt, n_unit, inverse = norm_quantize(x)
+        ctx.save_for_backward(x, inverse, nt, n_unit, columns, unit)
+        ctx.outputs = [weight.shape[0] for weight in weights]
+        first = (x[:, :kept].float() * inverse[:, None]).to(x.dtype)
+        return multiply(n, rows, n_unit, unit, x.dtype, FAST_SUMS), first
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
+        x, inverse, nt, n_unit, columns, unit = ctx.saved_tensors
+        dy = dy.contiguous()
+        g, gt, g_unit = quantize(dy, measure(dy), 0.0, E5M2)
+        dn = multiply(g, columns, g_unit, unit, x.dtype, FAST_SUMS).float()
+        dn[:, : dfirst.shape[1]] += dfirst.float()
+        dweight = multiply(gt, nt, g_unit, n_unit, torch.float32, False)
+        return _norm_backward(dn, x, inverse), None, None, None, None, *dweight.split(ctx.outputs)
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        up: Tensor,
+        up_columns: Tensor,
+        up_unit: Tensor,
+        up_longest: Tensor,
+        down: Tensor,
+        down_columns: Tensor,
+        down_unit: Tensor,
+        down_longest: Tensor,
+    ) -> Tensor:
+        n, nt, n_unit, inverse = norm_quantize(x)
+        u = multiply(n, up, n_unit, up_unit, x.dtype, FAST_SUMS)
+        h, ht, h_unit = relu2_quantize(u, up_longest, x.shape[1])
+        ctx.save_for_backward(
+            x, inverse, nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest
+        )
+        return multiply(h, down, h_unit, down_unit, x.dtype, FAST_SUMS)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, inverse, nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = (
+            ctx.saved_tensors
+        )
+        dy = dy.contiguous()
+        largest = measure(dy)
+        g, gt, g_unit = quantize(dy, largest, 0.0, E5M2)
+        dh = multiply(g, down_columns, g_unit, down_unit, x.dtype, FAST_SUMS)
+        ddown = multiply(gt, ht, g_unit, h_unit, torch.float32, False)
+        du, dut, du_unit = relu2_backward(dh, ht, h_unit, largest, down_longest)
+        dn = multiply(du, up_columns, du_unit, up_unit, x.dtype, FAST_SUMS).float()
+        dup = multiply(dut, nt, du_unit, n_unit, torch.float32, False)
+        return _norm_backward(dn, x, inverse), dup, ddown, *[None] * 8
+
+
+def multiply(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a·bᵀ of (M, K) and (N, K) in eight bits, as they stand for."""
+    return torch._scaled_mm(a, b.t(), a_unit, b_unit, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _norm_backward(dn: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+    """From the gradient of norm(x) = x·inverse to that of x. Plain, so that a compiler fuses it with what follows."""
+    n = x.float() * inverse[:, None]
+    return (inverse[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))).to(x.dtype)
+
+
+if triton is not None:
+
+    @triton.jit
+    def power_of_two(bound, MOST: tl.constexpr):
+        """The smallest power of two, as unit, that brings a bound to MOST or less; and its inverse. By bits, since
+        neither logarithms nor division are exact there."""
+        bound += tl.zeros([], tl.float32)  # which the interpreter needs to know it for a tensor
+        bits = (bound * (1.0 / MOST)).to(tl.int32, bitcast=True)
+        bits = tl.where(bound > 0, (bits + 0x007FFFFF) & 0x7F800000, 0x3F800000)
+        return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def largest_of(parts, many, MANY: tl.constexpr):
+        at = tl.arange(0, MANY)
+        return tl.max(tl.load(parts + at, mask=at < many, other=0.0), 0)
+
+    @triton.jit
+    def store_both(tile, row, column, q, qt, rows, columns, padded):
+        """A tile of q, and of its transpose, whose rows go on with zeros to `padded`: the tile has them."""
+        value = tile.to(q.dtype.element_ty)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(q + at, value, mask=(row < rows)[:, None] & (column < columns)[None, :])
+        at = column.to(tl.int64)[:, None] * padded + row[None, :]
+        tl.store(qt + at, tl.trans(value), mask=(column < columns)[:, None] & (row < padded)[None, :])
+
+    @triton.jit
+    def _measure_kernel(x, parts, rows, columns: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        start = x + row.to(tl.int64)[:, None] * columns
+        largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+        squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(0, columns, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < columns)[None, :]
+            tile = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(tile))
+            squares += tile * tile
+        tl.store(parts + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+        tl.store(parts + tl.num_programs(0) + tl.program_id(0), tl.sqrt(tl.max(tl.sum(squares, 1), 0)))
+
+    @triton.jit
+    def _quantize_kernel(
+        x,
+        parts,
+        bound,
+        q,
+        qt,
+        unit,
+        rows,
+        columns,
+        padded,
+        many,
+        MANY: tl.constexpr,
+        MOST: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        if MANY > 0:
+            bound = largest_of(parts, many, MANY)
+        size, inverse = power_of_two(bound, MOST)
+        row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
+        store_both(tile, row, column, q, qt, rows, columns, padded)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(unit, size)
+
+    @triton.jit
+    def _norm_kernel(
+        x,
+        q,
+        qt,
+        unit,
+        inverses,
+        rows,
+        columns: tl.constexpr,
+        padded,
+        bound,
+        eps,
+        MOST: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        size, scale = power_of_two(bound, MOST)
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        start = x + row.to(tl.int64)[:, None] * columns
+        squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(0, columns, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < columns)[None, :]
+            tile = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            squares += tile * tile
+        inverse = tl.rsqrt(tl.sum(squares, 1) / columns + eps)
+        tl.store(inverses + row, inverse, mask=row < rows)
+        for first in range(0, columns, COLUMNS):  # the second time from the cache
+            column = first + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < columns)[None, :]
+            tile = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            store_both(tile * inverse[:, None] * scale, row, column, q, qt, rows, columns, padded)
+        if tl.program_id(0) == 0:
+            tl.store(unit, size)
+
+    @triton.jit
+    def _relu2_kernel(
+        u,
+        longest,
+        reach,
+        q,
+        qt,
+        unit,
+        rows,
+        columns,
+        padded,
+        MOST: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        bound = tl.load(longest) * reach
+        size, inverse = power_of_two(bound * bound, MOST)
+        row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        tile = tl.load(u + at, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.where(tile < 0, 0.0, tile)  # comparisons that let NaN pass, here and below
+        tile = tile * tile * inverse
+        tile = tl.where(tile > MOST, MOST, tile)
+        store_both(tile, row, column, q, qt, rows, columns, padded)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(unit, size)
+
+    @triton.jit
+    def _relu2_backward_kernel(
+        dh,
+        ht,
+        h_unit,
+        h_most,
+        parts,
+        longest,
+        q,
+        qt,
+        unit,
+        rows,
+        columns,
+        padded,
+        many,
+        MANY: tl.constexpr,
+        MOST: tl.constexpr,
+        TILE: tl.constexpr,
+        WIDE: tl.constexpr,
+    ):
+        h_size = tl.load(h_unit)
+        bound = largest_of(parts + many, many, MANY) * tl.load(longest + 1) * 2 * tl.sqrt(h_most * h_size)
+        size, inverse = power_of_two(bound, MOST)
+        row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+        at = column.to(tl.int64)[:, None] * padded + row[None, :]
+        inside = (column < columns)[:, None] & (row < rows)[None, :]
+        slope = 2 * tl.sqrt(tl.trans(tl.load(ht + at, mask=inside, other=0.0)).to(tl.float32) * h_size)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        tile = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32) * slope * inverse
+        store_both(tile, row, column, q, qt, rows, columns, padded)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(unit, size)
+
+
+def both_ways(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for (N, D) in eight bits, its transpose, and the unit."""
+    rows, columns = x.shape
+    padded = -(-rows // ALIGN) * ALIGN
+    return (
+        x.new_empty(rows, columns, dtype=dtype),
+        x.new_empty(columns, padded, dtype=dtype),
+        x.new_empty(1, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("nanorun::fp8_measure", mutates_args=())
+def measure(x: Tensor) -> Tensor:
+    """The largest entry and the longest row of (N, D), each as some numbers of which the largest is meant."""
+    rows, columns = x.shape
+    programs = -(-rows // MEASURED_ROWS)
+    parts = x.new_empty(2, programs, dtype=torch.float32)
+    _measure_kernel[(programs,)](x.contiguous(), parts, rows, columns, MEASURED_ROWS, TILE, num_warps=4)
+    return parts
+
+
+@measure.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(2, -(-x.shape[0] // MEASURED_ROWS), dtype=torch.float32)
+
+
+@torch.library.custom_op("nanorun::fp8_quantize", mutates_args=())
+def quantize(
+    x: Tensor, largest: Tensor | None, bound: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, D) in eight bits, its transpose and the unit, by what `measure` found, or by a bound."""
+    q, qt, unit = both_ways(x, dtype)
+    many = 0 if largest is None else largest.shape[1]
+    _quantize_kernel[_tiles(x)](
+        x.contiguous(),
+        x if largest is None else largest,
+        bound,
+        q,
+        qt,
+        unit,
+        *x.shape,
+        qt.shape[1],
+        many,
+        MANY=triton.next_power_of_2(many) if many else 0,
+        MOST=MOST[dtype],
+        TILE=TILE,
+        num_warps=8,
+    )
+    return q, qt, unit
+
+
+@quantize.register_fake
+def _(x: Tensor, largest: Tensor | None, bound: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return both_ways(x, dtype)
+
+
+@torch.library.custom_op("nanorun::fp8_norm_quantize", mutates_args=())
+def norm_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """norm(x) of (N, D) in e4m3, its transpose and unit; and what each row was multiplied by, (N,)."""
+    q, qt, unit = both_ways(x, E4M3)
+    rows, columns = x.shape
+    inverses = x.new_empty(rows, dtype=torch.float32)
+    _norm_kernel[(triton.cdiv(rows, NORM_ROWS),)](
+        x.contiguous(),
+        q,
+        qt,
+        unit,
+        inverses,
+        rows,
+        columns,
+        qt.shape[1],
+        math.sqrt(columns),
+        NORM_EPSILON,
+        MOST=MOST[E4M3],
+        ROWS=NORM_ROWS,
+        COLUMNS=TILE,
+        num_warps=8,
+    )
+    return q, qt, unit, inverses
+
+
+@norm_quantize.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *both_ways(x, E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("nanorun::fp8_relu2_quantize", mutates_args=())
+def relu2_quantize(u: Tensor, longest: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """relu(u)² of u = n·wᵀ in e4m3, its transpose and unit; n is normed and `width` wide, longest[0] w's row."""
+    q, qt, unit = both_ways(u, E4M3)
+    reach = math.sqrt(width) / CLIP
+    _relu2_kernel[_tiles(u)](
+        u, longest, reach, q, qt, unit, *u.shape, qt.shape[1], MOST[E4M3], TILE, num_warps=8
+    )
+    return q, qt, unit
+
+
+@relu2_quantize.register_fake
+def _(u: Tensor, longest: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    return both_ways(u, E4M3)
+
+
+@torch.library.custom_op("nanorun::fp8_relu2_backward", mutates_args=())
+def relu2_backward(
+    dh: Tensor, ht: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh·2√h in e5m2, its transpose and unit, for dh = g·w: `largest` measured of g, longest[1] w's column."""
+    q, qt, unit = both_ways(dh, E5M2)
+    many = largest.shape[1]
+    _relu2_backward_kernel[_tiles(dh, SLOPE_COLUMNS)](
+        dh,
+        ht,
+        h_unit,
+        MOST[E4M3],
+        largest,
+        longest,
+        q,
+        qt,
+        unit,
+        *dh.shape,
+        qt.shape[1],
+        many,
+        MANY=triton.next_power_of_2(many),
+        MOST=MOST[E5M2],
+        TILE=TILE,
+        WIDE=SLOPE_COLUMNS,
+        num_warps=8,
+    )
+    return q, qt, unit
+
+
+@relu2_backward.register_fake
+def _(
+    dh: Tensor, ht: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return both_ways(dh, E5M2)
+
+
+def _tiles(x: Tensor, columns: int = TILE) -> tuple[int, int]:
+    return triton.cdiv(x.shape[0], TILE), triton.cdiv(x.shape[1], columns)

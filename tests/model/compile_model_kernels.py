@@ -1,0 +1,68 @@
+"""Compiles the training kernels for an H100 or H200, on a machine that needs no GPU.
+
+    python tests/model/compile_model_kernels.py --widths 768 1536 --tokens 32768
+
+As tests/infer/compile_for_hopper.py does for decoding, with the same figures. Exits with 1 if anything spills.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "infer"))
+
+import compile_for_hopper as hopper  # first: it turns interpreting off
+import torch
+from triton.runtime.jit import JITFunction
+
+from nanorun.model.kernels import fp8, rope_norm, softcap_loss
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def launch_all(tokens: int, width: int, vocab: int = 32_768) -> None:
+    """Every operator once, without data: `_init_fn` is what it runs on a device."""
+    x, u, qkv = empty(tokens, width), empty(tokens, 4 * width), empty(tokens, 3 * width)
+    scalar, two = empty(1, dtype=torch.float32), empty(2, dtype=torch.float32)
+    for gradient in (x, qkv):
+        largest = fp8.measure._init_fn(gradient)
+        fp8.quantize._init_fn(gradient, largest, 0.0, fp8.E5M2)
+    fp8.quantize._init_fn(x, None, width**0.5, fp8.E4M3)
+    weight = empty(4 * width, width, dtype=torch.float32)
+    fp8.quantize._init_fn(weight, fp8.measure._init_fn(weight), 0.0, fp8.E4M3)
+    fp8.norm_quantize._init_fn(x)
+    _, ht, _ = fp8.relu2_quantize._init_fn(u, two, width)
+    fp8.relu2_backward._init_fn(u, ht, scalar, largest, two)
+    heads = width // 128
+    angle = empty(2048, 64)
+    rope_norm._forward._init_fn(qkv, angle, angle, heads, heads, 1.2)
+    rope_norm._backward._init_fn(
+        qkv, angle, angle, *[empty(tokens, heads, 128) for _ in "qkv"], heads, heads, 1.2
+    )
+    targets = empty(8192, dtype=torch.int64)
+    softcap_loss.softcap_loss._init_fn(empty(8192, vocab), targets, 15.0, vocab, True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=[768])
+    parser.add_argument("--tokens", type=int, default=32_768)
+    args = parser.parse_args()
+    JITFunction.run = hopper.compile_instead
+    failed = False
+    for width in args.widths:
+        hopper.seen.clear()
+        launch_all(args.tokens, width)
+        for name, figures in hopper.seen.values():
+            shown = {k: v for k, v in figures.items() if k != "loads before wait"}
+            print(f"{width:>5} {name:<24}", *(f"{v:>6} {k}" for k, v in shown.items()), flush=True)
+            failed |= figures["stack"] > 0
+    sys.exit("something spills" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
