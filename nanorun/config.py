@@ -28,6 +28,7 @@ DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 1
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+Fp8 = Literal["none", "mlp", "layers", "all"]  # layers: mlp, and queries, keys and values; all: the head, too
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class ModelConfig:
     fused_qkv: bool = True  # one matmul for queries, keys and values
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
+    cast_once: bool = False  # 16-bit copies of the weights are made after an update, not at each use
+    fp8: Fp8 = "none"  # which matmuls are in eight bits, while training, on a GPU that has them
 
     def __post_init__(self) -> None:
         sizes = (self.depth, self.dim, self.heads, self.kv_heads, self.mlp_ratio)

@@ -14,11 +14,14 @@
   part of the stream's middle from its end: what only later layers needed to read need not be said.
 
 Weights are fp32 masters; activations are in the dtype given to `GPT` and weights are cast where they are
-used. The model knows nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
+used, or (`cast_once`, `fp8`) copied into fewer bits once after each change: whoever changes weights calls
+`renew`. Eight bits are for training steps alone; what is evaluated is what will be served. The model knows
+nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -29,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, window_blocks
-from nanorun.model.kernels import kernels_run_on, rope_norm
+from nanorun.model.kernels import fp8, kernels_run_on, rope_norm
+from nanorun.model.kernels.fp8 import Copies
 from nanorun.model.loss import can_fuse, chunked_loss, plain_loss
 
 
@@ -47,12 +51,20 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+@dataclass(frozen=True)
+class Means:
+    """How a model computes on the device it is built for."""
+
+    kernels: bool = False  # those of model/kernels/ run there
+    eight_bits: bool = False  # so do fp8 matmuls, and it is to learn
+
+
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: Backend, kernels: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend, means: Means) -> None:
         super().__init__()
         self.config, self.backend = config, backend
         self.fused_rope = (
-            kernels and config.fused_rope and config.fused_qkv and rope_norm.fits(config.head_dim)
+            means.kernels and config.fused_rope and config.fused_qkv and rope_norm.fits(config.head_dim)
         )
         self.window = config.window(layer)
         self.blocks: BlockMask | None = None
@@ -64,65 +76,98 @@ class Attention(nn.Module):
         self.value_gate = (
             Linear(VALUE_GATE_CHANNELS, config.kv_heads) if config.has_value_embedding(layer) else None
         )
+        in_eight = means.eight_bits and config.fp8 in ("layers", "all")
+        self.qkv8 = Copies(config.dim + 2 * kv_dim, config.dim) if in_eight else None
 
     def forward(
         self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
     ) -> Tensor:
         batch, time, _ = x.shape
         config = self.config
-        q, k, v = self._fused_heads(x, rope) if self.fused_rope else self._heads(x, rope)
+        mixed: Tensor | tuple[Tensor, ...]
+        if self.qkv8 is not None and torch.is_grad_enabled():
+            kept = VALUE_GATE_CHANNELS if self.value_gate is not None else 0
+            mixed, gated = fp8.norm_linear(x, self.qkv8, self._qkv_weights(), kept)
+        else:
+            x = norm(x)
+            mixed, gated = self._mixed(x), x[..., :VALUE_GATE_CHANNELS]
+        q, k, v = self._fused_heads(mixed, rope) if self.fused_rope else self._heads(mixed, rope)
         if value is not None and self.value_gate is not None:
-            gate = 3 * torch.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
+            gate = 3 * torch.sigmoid(self.value_gate(gated))
             v = v + gate.unsqueeze(-1) * value.view_as(v)
         mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
         return self.out(mixed.reshape(batch, time, config.dim))
 
-    def _heads(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, turned to their positions and normed, and values: (B, T, heads, head_dim)."""
-        parts = (self.q, self.k, self.v)
+    def renew(self) -> None:
+        if self.qkv8 is not None:
+            self.qkv8.renew(*self._qkv_weights())
+
+    def _mixed(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Queries, keys and values, side by side or apart."""
         if self.config.fused_qkv:
-            mixed = F.linear(x, self._qkv(x.dtype)).split([part.out_features for part in parts], dim=-1)
-        else:
-            mixed = tuple(part(x) for part in parts)
+            return F.linear(x, torch.cat(self._qkv_weights()).to(x.dtype))
+        return self.q(x), self.k(x), self.v(x)
+
+    def _heads(
+        self, mixed: Tensor | tuple[Tensor, ...], rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned to their positions and normed, and values: (B, T, heads, head_dim)."""
+        if isinstance(mixed, Tensor):
+            mixed = mixed.split([part.out_features for part in (self.q, self.k, self.v)], dim=-1)
         q, k, v = (each.unflatten(-1, (-1, self.config.head_dim)) for each in mixed)
         return norm(rotate(q, rope)) * self.config.qk_gain, norm(rotate(k, rope)) * self.config.qk_gain, v
 
-    def _fused_heads(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _fused_heads(
+        self, mixed: Tensor | tuple[Tensor, ...], rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(mixed, Tensor)
         config, (cos, sin) = self.config, (table.squeeze(-2) for table in rope)
-        mixed = F.linear(x, self._qkv(x.dtype))
         return rope_norm.rope_norm(mixed, cos, sin, config.heads, config.kv_heads, config.qk_gain)
 
-    def _qkv(self, dtype: torch.dtype) -> Tensor:
-        return torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(dtype)
+    def _qkv_weights(self) -> list[Tensor]:
+        return [self.q.weight, self.k.weight, self.v.weight]
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, means: Means) -> None:
         super().__init__()
-        self.up = Linear(config.dim, config.mlp_ratio * config.dim)
-        self.down = Linear(config.mlp_ratio * config.dim, config.dim)
+        hidden = config.mlp_ratio * config.dim
+        self.up = Linear(config.dim, hidden)
+        self.down = Linear(hidden, config.dim)
+        in_eight = means.eight_bits and config.fp8 != "none"
+        self.up8 = Copies(hidden, config.dim) if in_eight else None
+        self.down8 = Copies(config.dim, hidden) if in_eight else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x)).square())
+        if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():
+            return fp8.norm_mlp(x, self.up8, self.down8, self.up.weight, self.down.weight)
+        return self.down(F.relu(self.up(norm(x))).square())
+
+    def renew(self) -> None:
+        if self.up8 is not None and self.down8 is not None:
+            self.up8.renew(self.up.weight)
+            self.down8.renew(self.down.weight)
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: Backend, kernels: bool) -> None:
+    """Attention and MLP norm their input themselves."""
+
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend, means: Means) -> None:
         super().__init__()
-        self.attention = Attention(config, layer, backend, kernels)
-        self.mlp = MLP(config)
+        self.attention = Attention(config, layer, backend, means)
+        self.mlp = MLP(config, means)
 
     def forward(
         self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
     ) -> Tensor:
-        x = x + self.attention(norm(x), value, rope, docs)
-        return x + self.mlp(norm(x))
+        x = x + self.attention(x, value, rope, docs)
+        return x + self.mlp(x)
 
 
 class GPT(nn.Module):
     """Build on the meta device, then `to_empty(device=...)` and `init_weights()`: no memory is used twice.
 
-    `kernels` lets it use those of model/kernels/, where the configuration wants them.
+    `means` says what the device can do; the configuration, what of it is wanted.
     """
 
     cos: Tensor
@@ -134,13 +179,17 @@ class GPT(nn.Module):
         backends: tuple[Backend, ...] | None = None,
         dtype: torch.dtype = torch.float32,
         loss: Literal["chunked", "plain"] = "chunked",
-        kernels: bool = False,
+        means: Means | None = None,
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
+        means = means or Means()
+        fused_loss = means.kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap)
+        in_eight = means.eight_bits and config.fp8 == "all" and fused_loss
+        self.head8 = Copies(config.padded_vocab, config.dim) if in_eight else None
         self._loss: Callable[..., Tensor] = chunked_loss if loss == "chunked" else plain_loss
-        if kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap):
-            self._loss = functools.partial(chunked_loss, fused=True)
+        if fused_loss:
+            self._loss = functools.partial(chunked_loss, fused=True, copies=self.head8)
         backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = nn.Embedding(vocab, config.dim)
@@ -151,7 +200,7 @@ class GPT(nn.Module):
                 if config.has_value_embedding(i)
             }
         )
-        self.blocks = nn.ModuleList(Block(config, i, backends[i], kernels) for i in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, i, backends[i], means) for i in range(config.depth))
         self.head = Linear(config.dim, vocab)
         if config.residual_scalars:
             self.lambdas = nn.Parameter(torch.empty(config.depth))
@@ -192,6 +241,7 @@ class GPT(nn.Module):
         if config.backout:
             nn.init.constant_(self.backout_scale, 0.2)
         self.init_buffers()
+        self.renew()
 
     @torch.no_grad()
     def init_buffers(self) -> None:
@@ -202,6 +252,14 @@ class GPT(nn.Module):
         angle = torch.arange(self.config.context, device=device, dtype=torch.float32)[:, None] * frequency
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
+
+    def renew(self) -> None:
+        """The copies of weights in fewer bits, made anew. Waits for nothing."""
+        for block in self.layers():
+            block.attention.renew()
+            block.mlp.renew()
+        if self.head8 is not None:
+            self.head8.renew(self.head.weight)
 
     def layers(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
@@ -293,8 +351,8 @@ def build(
     backends: tuple[Backend, ...] | None = None,
     seed: int = 0,
 ) -> GPT:
-    """A fresh model on the device."""
-    model = empty(config, device, dtype, backends)
+    """A fresh model on the device, to be trained."""
+    model = empty(config, device, dtype, backends, learns=True)
     torch.manual_seed(seed)
     model.init_weights()
     model.prepare(config.context)
@@ -306,8 +364,10 @@ def empty(
     device: torch.device,
     dtype: torch.dtype,
     backends: tuple[Backend, ...] | None = None,
+    learns: bool = False,
 ) -> GPT:
     """A model on the device whose weights are yet to be made or loaded."""
+    means = Means(kernels_run_on(device), learns and fp8.works(device) and dtype == torch.bfloat16)
     with torch.device("meta"):
-        model = GPT(config, backends, dtype, kernels=kernels_run_on(device))
+        model = GPT(config, backends, dtype, means=means)
     return model.to_empty(device=device)

@@ -26,6 +26,7 @@ one, and padding columns of the vocabulary are -inf before the exponential.
 is an error in `plain_loss` but may read a padding column in `chunked_loss`.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanorun.model.kernels import softcap_loss
+from nanorun.model.kernels import fp8, softcap_loss
 
 IGNORE = -1  # the target of a position that is not trained; the loader's
 Reduction = Literal["sum", "none"]
@@ -82,10 +83,12 @@ def chunked_loss(
     reduction: Reduction = "sum",
     chunk_tokens: int | None = None,
     fused: bool = False,
+    copies: fp8.Copies | None = None,
 ) -> Tensor:
     """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
 
     `fused`: a chunk's loss and gradient come from one hand-written kernel (`can_fuse` says where that works).
+    `copies` of the weight: the three matmuls are in eight bits, for x as a norm leaves it; only where it learns.
 
     With reduction="none" it is for evaluation only: gradients made in the forward pass can be scaled
     together afterwards, not token by token.
@@ -97,6 +100,11 @@ def chunked_loss(
     if learns and reduction == "none":
         raise ValueError(
             "chunked_loss has no gradients per token: use no_grad, or plain_loss to train on them"
+        )
+    if learns and copies is not None:
+        assert softcap is not None
+        return _EightBitLoss.apply(
+            rows, weight, flat, copies.rows, copies.columns, copies.unit, softcap, vocab_size, size
         )
     if learns:
         return _ChunkedLoss.apply(
@@ -152,6 +160,43 @@ class _ChunkedLoss(torch.autograd.Function):
             None if dweight is None else _scaled(dweight, grad_output),
             *[None] * 7,
         )
+
+
+class _EightBitLoss(torch.autograd.Function):
+    """The same in eight bits. What of the gradient is kept has 16 and 32, and is scaled in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (N, D), of which no entry is past √D
+        weight: Tensor,  # (V, D), and in eight bits, both ways
+        targets: Tensor,
+        head: Tensor,
+        head_columns: Tensor,
+        head_unit: Tensor,
+        softcap: float,
+        vocab_size: int,
+        size: int,
+    ) -> Tensor:
+        losses, dx_chunks = [], []
+        dweight: Tensor | None = None
+        for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
+            q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
+            logits = fp8.multiply(q, head, unit, head_unit, x.dtype, fp8.FAST_SUMS)
+            loss, dz, dzt, dz_unit = softcap_loss.softcap_loss_fp8(logits, target_chunk, softcap, vocab_size)
+            del logits
+            losses.append(loss.sum())
+            dx_chunks.append(fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False))
+            share = fp8.multiply(dzt, qt, dz_unit, unit, torch.float32, False)
+            dweight = share if dweight is None else dweight + share
+        ctx.save_for_backward(torch.cat(dx_chunks), dweight)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight = ctx.saved_tensors
+        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 7
 
 
 def can_fuse(softcap: float | None) -> bool:

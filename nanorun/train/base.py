@@ -25,6 +25,7 @@ from nanorun.evals.bpb import BpbResult, evaluate_bpb
 from nanorun.infer.plain import generate
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT, build
+from nanorun.model.kernels import fp8
 from nanorun.model.loss import IGNORE
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -238,6 +239,13 @@ def assemble(
     check_vocabulary(config, tokenizer)
     compiled = options.compile and device.type == "cuda"
     backends = choose_backends(config.model, device, options.backend, dtype, compiled)
+    if config.model.fp8 != "none" and not (
+        fp8.works(device) and dtype == torch.bfloat16 and fp8.fits(config.model.dim)
+    ):
+        raise UserError(
+            f"fp8 is '{config.model.fp8}', and 8-bit matmuls need an Ada, Hopper or newer GPU with Triton, bf16 and "
+            "a width of a multiple of 16: train with fp8 'none' here."
+        )
     model = build(config.model, device, dtype, backends, config.train.seed)
     forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
     groups = group_parameters(model.named_parameters(), config.optim)

@@ -161,6 +161,7 @@ def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdi
     norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(rates, wanted=(loss <= largest_loss) & (norm <= largest_norm))
+    t.model.renew()
     t.optimizer.zero_grad()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
@@ -309,6 +310,7 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
 
 def load_weights(t: Training, found: checkpoint.Checkpoint) -> None:
     t.model.load_state_dict(found.model)
+    t.model.renew()
     t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
     t.step = found.step
 
@@ -316,6 +318,7 @@ def load_weights(t: Training, found: checkpoint.Checkpoint) -> None:
 def begin_from(t: Training, found: checkpoint.Checkpoint, warm: bool) -> None:
     """Another run's weights, for a new one; warm, what its optimizer has gathered about them, too."""
     t.model.load_state_dict(found.model)
+    t.model.renew()
     if warm:
         t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
 

@@ -10,12 +10,20 @@ were; the second time the row comes from the cache. (Holding the whole row in re
 `_chunk_loss` in model/loss.py is the same in plain PyTorch, and the truth in tests.
 
 For 16-bit logits tanh is the GPU's own approximate instruction: its error (2⁻¹¹ of the value) is a quarter of
-the logits' rounding to bf16. Does not cover: no softcap, or one so large that the exponentials need a maximum
+the logits' rounding to bf16.
+
+For a head in eight bits the gradient is wanted as e5m2 and transposed as well (fp8.py says why), so tiles have
+to be written. Then sums and gradient are two kernels, and the logits are read twice from memory; but what is
+written is half as much, so it takes about as long.
+
+Does not cover: no softcap, or one so large that the exponentials need a maximum
 subtracted; targets past the vocabulary.
 """
 
 import torch
 from torch import Tensor
+
+from nanorun.model.kernels import fp8
 
 try:
     import triton
@@ -24,6 +32,7 @@ except ImportError:  # a CPU build of torch has no Triton
     triton = None
 
 BLOCK = 8_192  # columns at a time
+TILE_ROWS, TILE_COLUMNS = 128, 64
 
 if triton is not None:
 
@@ -40,6 +49,7 @@ if triton is not None:
         logits,
         targets,
         losses,
+        totals,
         softcap,
         COLUMNS: tl.constexpr,
         VOCAB: tl.constexpr,
@@ -62,6 +72,7 @@ if triton is not None:
         log2_total = tl.log2(tl.sum(sums, 0))
         loss = log2_total * 0.6931471805599453 - softcap * _tanh(z_target * inverse, FAST)
         tl.store(losses + row, tl.where(trained, loss, 0.0))
+        tl.store(totals + row, log2_total)
         if GRADIENT:
             for first in range(0, COLUMNS, BLOCK):
                 column = first + tl.arange(0, BLOCK)
@@ -71,27 +82,109 @@ if triton is not None:
                 dz = tl.where(trained & (column < VOCAB), dz, 0.0)
                 tl.store(start + column, dz.to(logits.dtype.element_ty), mask=column < COLUMNS)
 
+    @triton.jit
+    def _gradient_tile(
+        logits,
+        targets,
+        totals,
+        softcap,
+        q,
+        qt,
+        unit,
+        rows,
+        padded,
+        COLUMNS: tl.constexpr,
+        VOCAB: tl.constexpr,
+        TILE: tl.constexpr,
+        WIDE: tl.constexpr,
+        MOST: tl.constexpr,
+        FAST: tl.constexpr,
+    ):
+        size, inverse = fp8.power_of_two(1.0, MOST)  # no gradient of a logit is larger
+        row = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+        target = tl.load(targets + row, mask=row < rows, other=-1)[:, None]
+        log2_total = tl.load(totals + row, mask=row < rows, other=0.0)[:, None]
+        at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        inside = (row < rows)[:, None] & (column < VOCAB)[None, :]
+        z = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+        t = _tanh(z * (1.0 / softcap), FAST)
+        share = tl.exp2(t * (softcap * 1.4426950408889634) - log2_total)
+        dz = (share - tl.where(column[None, :] == target, 1.0, 0.0)) * (1 - t * t)
+        dz = tl.where(inside & (target >= 0), dz, 0.0) * inverse
+        fp8.store_both(dz, row, column, q, qt, rows, COLUMNS, padded)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(unit, size)
+
 
 @torch.library.custom_op("nanorun::softcap_loss", mutates_args={"logits"})
 def softcap_loss(logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient: bool) -> Tensor:
     """The loss of each row of (n, V) logits, 0 where the target is -1; `gradient`: they become its gradient."""
-    rows, columns = logits.shape
-    losses = logits.new_empty(rows, dtype=torch.float32)
-    _row[(rows,)](
-        logits,
-        targets,
-        losses,
-        softcap,
-        COLUMNS=columns,
-        VOCAB=vocab_size,
-        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
-        FAST=logits.dtype != torch.float32 and logits.is_cuda,
-        GRADIENT=gradient,
-        num_warps=16 if columns >= BLOCK else 4,
-    )
-    return losses
+    return _rows(logits, targets, softcap, vocab_size, gradient)[0]
 
 
 @softcap_loss.register_fake
 def _(logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient: bool) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("nanorun::softcap_loss_fp8", mutates_args=())
+def softcap_loss_fp8(
+    logits: Tensor, targets: Tensor, softcap: float, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss of each row of (n, V) logits; its gradient (n, V) in e5m2, transposed (V, n), and the unit."""
+    losses, totals = _rows(logits, targets, softcap, vocab_size, gradient=False)
+    q, qt, unit = fp8.both_ways(logits, fp8.E5M2)
+    rows, columns = logits.shape
+    _gradient_tile[(triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
+        logits,
+        targets,
+        totals,
+        softcap,
+        q,
+        qt,
+        unit,
+        rows,
+        qt.shape[1],
+        COLUMNS=columns,
+        VOCAB=vocab_size,
+        TILE=TILE_ROWS,
+        WIDE=TILE_COLUMNS,
+        MOST=fp8.MOST[fp8.E5M2],
+        FAST=_fast(logits),
+        num_warps=8,
+    )
+    return losses, q, qt, unit
+
+
+@softcap_loss_fp8.register_fake
+def _(
+    logits: Tensor, targets: Tensor, softcap: float, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32), *fp8.both_ways(logits, fp8.E5M2)
+
+
+def _rows(
+    logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses, and logarithms (to base 2) of the sums of exponentials."""
+    rows, columns = logits.shape
+    losses, totals = logits.new_empty(2, rows, dtype=torch.float32).unbind()
+    _row[(rows,)](
+        logits,
+        targets,
+        losses,
+        totals,
+        softcap,
+        COLUMNS=columns,
+        VOCAB=vocab_size,
+        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+        FAST=_fast(logits),
+        GRADIENT=gradient,
+        num_warps=16 if columns >= BLOCK else 4,
+    )
+    return losses, totals
+
+
+def _fast(logits: Tensor) -> bool:
+    return logits.dtype != torch.float32 and logits.device.type != "cpu"

@@ -1,0 +1,263 @@
+"""Eight bits: each kernel against float64, the bounds that scales rest on, and a model that learns with them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanorun.config import NORM_EPSILON, scale_model
+from nanorun.errors import UserError
+from nanorun.model.gpt import GPT, Means
+from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from nanorun.model.kernels import fp8
+from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ODD = [(33, 32), (130, 144), (1, 16), (257, 48)]  # more than a tile, less than one, no multiple of 16
+
+
+def draw(*shape, seed=0, dtype=torch.float32, size=1.0):
+    dice = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=dice) * size).to(DEVICE, dtype)
+
+
+def relative_error(fast, truth):
+    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def meant(q, unit):
+    return q.double() * unit.double()
+
+
+def normed(x):
+    return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPSILON)
+
+
+def copied(*weights):
+    copies = fp8.Copies(sum(w.shape[0] for w in weights), weights[0].shape[1]).to(DEVICE)
+    copies.renew(*weights)
+    return copies
+
+
+def assert_both_ways(q, qt):
+    rows = q.shape[0]
+    assert qt.shape == (q.shape[1], -(-rows // 16) * 16)
+    assert torch.equal(qt[:, :rows].float().T.nan_to_num(), q.float().nan_to_num())
+    assert qt[:, rows:].float().eq(0).all()
+
+
+@pytest.mark.parametrize("shape", ODD, ids=str)
+@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 3e7])
+def test_what_is_quantized_is_rounded_to_nearest_and_written_both_ways(shape, dtype, size):
+    x = draw(*shape, size=size)
+    q, qt, unit = fp8.quantize(x, fp8.measure(x), 0.0, dtype)
+    assert_both_ways(q, qt)
+    assert torch.equal(q.float(), (x / unit).to(dtype).float())
+    assert torch.frexp(unit).mantissa.item() == 0.5, "a power of two"
+    largest = (x / unit).abs().max().item()
+    assert fp8.MOST[dtype] / 2 < largest <= fp8.MOST[dtype]
+
+
+def test_the_measure_is_the_largest_entry_and_the_longest_row():
+    x = draw(100, 80, dtype=torch.bfloat16)
+    largest, longest = fp8.measure(x).amax(1)
+    assert largest == x.abs().max()
+    torch.testing.assert_close(longest, x.float().norm(dim=1).max())
+
+
+def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
+    x = torch.zeros(20, 16, device=DEVICE)
+    q, _, unit = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    assert unit == 1
+    assert q.float().eq(0).all()
+    x[3, 4] = float("nan")
+    q, qt, _ = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    assert q.float().isnan().sum() == qt.float().isnan().sum() == 1
+    x[3, 4] = float("inf")
+    q, _, unit = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    assert not meant(q, unit).isfinite().all(), "the guard must see it"
+
+
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_a_norm_is_quantized_as_float64_norms_it(shape):
+    x = draw(*shape, dtype=torch.bfloat16, size=5.0)
+    x[0] = 0
+    x[0, 3] = 7  # all in one entry, the largest that a norm can leave
+    q, qt, unit, inverse = fp8.norm_quantize(x)
+    assert_both_ways(q, qt)
+    truth = normed(x.double())
+    assert relative_error(meant(q, unit), truth) < 0.035
+    assert meant(q, unit).max() == pytest.approx(shape[1] ** 0.5, rel=0.07)
+    torch.testing.assert_close(inverse.double(), (x.double().square().mean(1) + NORM_EPSILON).rsqrt())
+
+
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_relu_squared_is_quantized_and_its_gradient_follows_from_it(shape):
+    rows, width = shape
+    weight = draw(4 * width, width, size=width**-0.5)
+    copies = copied(weight)
+    u = (normed(draw(*shape, seed=1)) @ weight.T).bfloat16()
+    h, ht, unit = fp8.relu2_quantize(u, copies.longest, width)
+    assert_both_ways(h, ht)
+    assert relative_error(meant(h, unit), F.relu(u.double()).square()) < 0.04
+    down = draw(width, 4 * width, seed=2)
+    g = draw(rows, width, seed=3, size=1e-6)
+    dh = (g @ down).bfloat16()
+    du, dut, du_unit = fp8.relu2_backward(dh, ht, unit, fp8.measure(g), copied(down).longest)
+    assert_both_ways(du, dut)
+    assert relative_error(meant(du, du_unit), 2 * F.relu(u.double()) * dh.double()) < 0.09
+    assert du.float().abs().max() <= fp8.MOST[fp8.E5M2]
+
+
+def test_an_input_that_is_a_row_of_weights_is_clipped_not_lost():
+    weight = draw(64, 16)
+    x = weight[weight.norm(dim=1).argmax()][None]
+    u = (normed(x) @ weight.T).bfloat16()
+    h, _, unit = fp8.relu2_quantize(u, copied(weight).longest, 16)
+    assert u.max().double().square() / 4 == pytest.approx(meant(h, unit).max().item(), rel=0.5)
+    assert h.float().isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(33, 32), (130, 144)], ids=str)
+def test_the_mlp_agrees_with_float64_forward_and_backward(shape):
+    rows, width = shape
+    x = draw(1, rows, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
+    up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
+    down = draw(width, 4 * width, seed=2, size=0.1).requires_grad_()
+    above = draw(1, rows, width, seed=3, size=1e-7)
+    fast = fp8.norm_mlp(x, copied(up), copied(down), up, down)
+    (fast.float() * above).sum().backward()
+    exact = [t.detach().double().requires_grad_() for t in (x, up, down)]
+    truth = F.linear(F.relu(F.linear(normed(exact[0]), exact[1])).square(), exact[2])
+    (truth * above).sum().backward()
+    assert relative_error(fast, truth) < 0.08
+    for one, other in zip((x, up, down), exact, strict=True):
+        assert relative_error(one.grad, other.grad) < 0.13
+
+
+@pytest.mark.parametrize("kept", [0, 12])
+def test_stacked_matrices_behind_a_norm_agree_with_float64(kept):
+    x = draw(3, 11, 32, dtype=torch.bfloat16, size=3.0).requires_grad_()
+    weights = [draw(n, 32, seed=n).requires_grad_() for n in (64, 32, 16)]
+    above, above_first = draw(3, 11, 112, seed=3, size=1e-7), draw(3, 11, kept, seed=4, size=1e-6)
+    fast, first = fp8.norm_linear(x, copied(*weights), weights, kept)
+    ((fast.float() * above).sum() + (first.float() * above_first).sum()).backward()
+    exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
+    truth = F.linear(normed(exact[0]), torch.cat(exact[1:]))
+    ((truth * above).sum() + (normed(exact[0])[..., :kept] * above_first).sum()).backward()
+    assert relative_error(fast, truth) < 0.05
+    for one, other in zip((x, *weights), exact, strict=True):
+        assert relative_error(one.grad, other.grad) < 0.1
+
+
+@pytest.mark.parametrize("sizes", [(97, 128, 33), (300, 320, 130)], ids=str)
+def test_the_gradient_of_logits_agrees_with_float64_both_ways(sizes):
+    vocab, padded, rows = sizes
+    logits = draw(rows, padded, dtype=torch.bfloat16, size=6.0)
+    targets = torch.randint(-1, vocab, (rows,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    losses, q, qt, unit = softcap_loss_fp8(logits, targets, 15.0, vocab)
+    assert_both_ways(q, qt)
+    exact = logits.double()[:, :vocab].requires_grad_()
+    truth = F.cross_entropy(15 * torch.tanh(exact / 15), targets, ignore_index=IGNORE, reduction="none")
+    truth.sum().backward()
+    torch.testing.assert_close(losses.double(), truth.detach(), rtol=5e-3, atol=5e-3)
+    assert relative_error(meant(q, unit)[:, :vocab], exact.grad) < 0.07
+    assert q.float()[:, vocab:].eq(0).all()
+    assert q.float()[targets == IGNORE].eq(0).all()
+
+
+@pytest.mark.parametrize("chunk", [None, 48])
+def test_the_loss_with_its_head_in_eight_bits_agrees_with_float64(chunk):
+    x = normed(draw(2, 50, 64)).bfloat16().requires_grad_()
+    weight = draw(128, 64, seed=1, size=0.2).requires_grad_()
+    targets = torch.randint(-1, 100, (2, 50), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    exact = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    fast = 0.37 * chunked_loss(x, weight, targets, 15.0, 100, "sum", chunk, True, copied(weight))
+    truth = 0.37 * plain_loss(*exact, targets, 15.0, 100)
+    fast.backward()
+    truth.backward()
+    assert fast.item() == pytest.approx(truth.item(), rel=3e-3)
+    assert relative_error(x.grad, exact[0].grad) < 0.12
+    assert relative_error(weight.grad, exact[1].grad) < 0.12
+    assert weight.grad[100:].eq(0).all()
+
+
+def small(**changes):
+    config = scale_model(2, 100, context=32, dim=64, heads=2, kv_heads=2, short_window=16)
+    return replace(config, **changes)
+
+
+def built(config, eight_bits=True):
+    torch.manual_seed(0)
+    model = GPT(config, dtype=torch.bfloat16, means=Means(True, eight_bits)).to(DEVICE)
+    model.init_weights()
+    with torch.no_grad():
+        for block in model.layers():  # zero at first, so that nothing behind them would be tested
+            torch.nn.init.normal_(block.attention.out.weight, std=0.1)
+            torch.nn.init.normal_(block.mlp.down.weight, std=0.1)
+    model.renew()
+    return model
+
+
+def rows_of_text(rows=2):
+    tokens = torch.randint(0, 100, (rows, 33), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize("fp8_field", ["mlp", "layers", "all"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_model_in_eight_bits_has_nearly_the_loss_and_gradients_of_one_in_sixteen(fp8_field, recompute):
+    plain, eight = built(small(), False), built(small(fp8=fp8_field, recompute=recompute))
+    losses = [model(*rows_of_text()) for model in (plain, eight)]
+    for loss in losses:
+        (loss / 64).backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=2e-3)
+    assert losses[0].item() != losses[1].item()
+    truth = dict(plain.named_parameters())
+    for name, param in eight.named_parameters():
+        if param.dim() == 2 and "gate" not in name:
+            assert relative_error(param.grad, truth[name].grad) < 0.3, name
+    with torch.no_grad():
+        assert eight(*rows_of_text()) == plain(*rows_of_text()), "evaluation is in sixteen bits"
+    assert plain.state_dict().keys() == eight.state_dict().keys()
+
+
+def test_the_copies_follow_the_weights_when_renewed():
+    model = built(small(fp8="all"))
+    before = model(*rows_of_text()).item()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    stale = model(*rows_of_text()).item()
+    model.renew()
+    assert len({before, stale, model(*rows_of_text()).item()}) == 3
+
+
+def test_compiled_it_is_one_graph_and_gives_the_same():
+    torch._dynamo.reset()
+    model, other = built(small(fp8="all")), built(small(fp8="all"))
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(other, dynamic=False, fullgraph=True, backend=backend)
+    for _ in range(2):
+        losses = [forward(*rows_of_text()) / 64 for forward in (model, compiled)]
+        for loss in losses:
+            loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
+    truth = dict(model.named_parameters())
+    for name, param in other.named_parameters():
+        assert (param.grad - truth[name].grad).norm() <= 0.02 * truth[name].grad.norm(), name
+
+
+def test_a_run_in_eight_bits_is_refused_where_there_are_none(home):
+    from nanorun.config import Horizon
+    from nanorun.train import base
+
+    if fp8.works(DEVICE):
+        pytest.skip("this GPU has them")
+    config = base.configure(2, horizon=Horizon(steps=2), batch_tokens=2048, model_changes={"fp8": "all"})
+    with pytest.raises(UserError, match="8-bit"):
+        base.train_base(config, base.Options(name="eight"))
