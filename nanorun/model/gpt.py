@@ -34,21 +34,12 @@ from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNEL
 from nanorun.model.attention import attend, everywhere, window_blocks
 from nanorun.model.kernels import fp8, kernels_run_on, rope_norm
 from nanorun.model.kernels.fp8 import Copies
+from nanorun.model.linear import Linear, LowCopy
 from nanorun.model.loss import can_fuse, chunked_loss, plain_loss
 
 
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPSILON)
-
-
-class Linear(nn.Linear):
-    """Without bias; the fp32 weight is cast to the activation's dtype."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,7 @@ class Means:
 
     kernels: bool = False  # those of model/kernels/ run there
     eight_bits: bool = False  # so do fp8 matmuls, and it is to learn
+    copied_as: torch.dtype | None = None  # where weights are cast once and not at each use
 
 
 class Attention(nn.Module):
@@ -72,12 +64,15 @@ class Attention(nn.Module):
         self.q = Linear(config.dim, config.dim)
         self.k = Linear(config.dim, kv_dim)
         self.v = Linear(config.dim, kv_dim)
-        self.out = Linear(config.dim, config.dim)
+        self.out = Linear(config.dim, config.dim, means.copied_as)
         self.value_gate = (
             Linear(VALUE_GATE_CHANNELS, config.kv_heads) if config.has_value_embedding(layer) else None
         )
         in_eight = means.eight_bits and config.fp8 in ("layers", "all")
-        self.qkv8 = Copies(config.dim + 2 * kv_dim, config.dim) if in_eight else None
+        stacked = (config.dim + 2 * kv_dim, config.dim)
+        self.qkv8 = Copies(*stacked) if in_eight else None
+        copied_as = means.copied_as if config.fused_qkv and not in_eight else None
+        self.qkv_low = LowCopy(*stacked, copied_as) if copied_as else None
 
     def forward(
         self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
@@ -99,11 +94,15 @@ class Attention(nn.Module):
         return self.out(mixed.reshape(batch, time, config.dim))
 
     def renew(self) -> None:
-        if self.qkv8 is not None:
-            self.qkv8.renew(*self._qkv_weights())
+        self.out.renew()
+        for copies in (self.qkv8, self.qkv_low):
+            if copies is not None:
+                copies.renew(*self._qkv_weights())
 
     def _mixed(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Queries, keys and values, side by side or apart."""
+        if self.qkv_low is not None:
+            return cast(Tensor, self.qkv_low(x, *self._qkv_weights()))
         if self.config.fused_qkv:
             return F.linear(x, torch.cat(self._qkv_weights()).to(x.dtype))
         return self.q(x), self.k(x), self.v(x)
@@ -132,9 +131,10 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, means: Means) -> None:
         super().__init__()
         hidden = config.mlp_ratio * config.dim
-        self.up = Linear(config.dim, hidden)
-        self.down = Linear(hidden, config.dim)
         in_eight = means.eight_bits and config.fp8 != "none"
+        copied_as = None if in_eight else means.copied_as
+        self.up = Linear(config.dim, hidden, copied_as)
+        self.down = Linear(hidden, config.dim, copied_as)
         self.up8 = Copies(hidden, config.dim) if in_eight else None
         self.down8 = Copies(config.dim, hidden) if in_eight else None
 
@@ -144,6 +144,8 @@ class MLP(nn.Module):
         return self.down(F.relu(self.up(norm(x))).square())
 
     def renew(self) -> None:
+        self.up.renew()
+        self.down.renew()
         if self.up8 is not None and self.down8 is not None:
             self.up8.renew(self.up.weight)
             self.down8.renew(self.down.weight)
@@ -367,7 +369,11 @@ def empty(
     learns: bool = False,
 ) -> GPT:
     """A model on the device whose weights are yet to be made or loaded."""
-    means = Means(kernels_run_on(device), learns and fp8.works(device) and dtype == torch.bfloat16)
+    means = Means(
+        kernels_run_on(device),
+        learns and fp8.works(device) and dtype == torch.bfloat16,
+        dtype if learns and config.cast_once and dtype != torch.float32 else None,
+    )
     with torch.device("meta"):
         model = GPT(config, backends, dtype, means=means)
     return model.to_empty(device=device)

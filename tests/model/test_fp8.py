@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from nanorun.config import NORM_EPSILON, scale_model
-from nanorun.errors import UserError
 from nanorun.model.gpt import GPT, Means
 from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
 
@@ -250,14 +249,3 @@ def test_compiled_it_is_one_graph_and_gives_the_same():
     truth = dict(model.named_parameters())
     for name, param in other.named_parameters():
         assert (param.grad - truth[name].grad).norm() <= 0.02 * truth[name].grad.norm(), name
-
-
-def test_a_run_in_eight_bits_is_refused_where_there_are_none(home):
-    from nanorun.config import Horizon
-    from nanorun.train import base
-
-    if fp8.works(DEVICE):
-        pytest.skip("this GPU has them")
-    config = base.configure(2, horizon=Horizon(steps=2), batch_tokens=2048, model_changes={"fp8": "all"})
-    with pytest.raises(UserError, match="8-bit"):
-        base.train_base(config, base.Options(name="eight"))

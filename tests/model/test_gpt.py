@@ -7,7 +7,7 @@ import torch
 
 from nanorun.config import scale_model
 from nanorun.infer.plain import generate
-from nanorun.model.gpt import GPT, build, positions_in_documents
+from nanorun.model.gpt import GPT, Means, build, positions_in_documents
 
 CPU = torch.device("cpu")
 
@@ -166,3 +166,27 @@ def test_generation_is_repeatable_and_stops():
         generate(model, [[1, 2, 3]], 30, temperature=0, stop=[greedy[0][4]])[0]
         == greedy[0][: greedy[0].index(greedy[0][4])]
     )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_copies_cast_once_give_what_casting_at_each_use_gives(fused):
+    torch.manual_seed(0)
+    config = tiny(fused_qkv=fused)
+    models = [
+        GPT(config, dtype=torch.bfloat16, means=Means(copied_as=kind)) for kind in (None, torch.bfloat16)
+    ]
+    models[0].init_weights()
+    with torch.no_grad():
+        for block in models[0].layers():  # zero at first, so that nothing behind them would be tested
+            torch.nn.init.normal_(block.attention.out.weight, std=0.1)
+            torch.nn.init.normal_(block.mlp.down.weight, std=0.1)
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].init_buffers()
+    models[1].renew()
+    tokens = torch.randint(0, config.vocab_size, (2, config.context + 1))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in models]
+    for loss in losses:
+        loss.backward()
+    assert losses[0] == losses[1]
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= 0.01 * one.grad.norm(), name
