@@ -201,6 +201,16 @@ def bench_train(result: dict[str, Any]) -> str:
     return table(["bench", "train"], rows)
 
 
+def warmup_table(result: dict[str, Any]) -> str:
+    rows = [
+        ["model and data ready after", f"{result['assembled_s']} s"],
+        ["first step done after", f"{result['first_step_s']} s"],
+        ["a step then takes", f"{result['second_step_s']} s"],
+        ["an evaluation's first batch", f"{result['evaluation_s']} s"],
+    ]
+    return table([f"d{result['depth']}", f"torch {result['torch']}, {result['device']}"], rows)
+
+
 def chat_table(result: dict[str, Any]) -> str:
     """ChatCORE by task, with 95% intervals; pass@k where there were several samples."""
     ks = list(next((row["pass"] for row in result["tasks"] if row["pass"]), {}))

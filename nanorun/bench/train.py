@@ -28,7 +28,7 @@ from nanorun.train import loop
 from nanorun.train.base import Options, assemble
 
 WARM_STEPS = 3
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 def bench_train(
@@ -73,6 +73,7 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
         batch_tokens=config.train.batch_tokens,
         device_batch=training.loader.rows,
         attention=sorted({layer.attention.backend for layer in training.model.layers()}),
+        fp8=config.model.fp8,
         steps=steps,
         tokens_per_s=round(speed),
         ms_per_step=round(1e3 * median, 2),

@@ -14,11 +14,13 @@ from nanorun.cli.options import (
     DeviceBatch,
     Draft,
     DtypeName,
+    Fp8Name,
     Int8,
     Json,
     Save,
     Speculate,
     TokenizerName,
+    check_fp8,
     check_speculation,
     example,
     run_options,
@@ -40,6 +42,7 @@ def bench_train(
     tokenizer: TokenizerName = None,
     attention: BackendName = "auto",
     dtype: DtypeName = "auto",
+    fp8: Fp8Name = None,
     compiled: Compile = True,
     fresh_caches: Annotated[
         bool,
@@ -66,6 +69,7 @@ def bench_train(
         batch_tokens=batch_tokens,
         data=data,
         tokenizer=tokenizer,
+        model_changes=check_fp8(fp8),
     )
     result = bench_train(config, options, steps, fresh_caches)
     keep(result, save)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from nanorun.config import Backend, Dtype
+from nanorun.config import Backend, Dtype, Fp8
 from nanorun.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ TokenizerName = Annotated[
 ]
 BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa, cudnn, flex or flash.")]
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32.")]
+Fp8Name = Annotated[
+    str | None, typer.Option("--fp8", help="8-bit matmuls: none, mlp, layers or all (default: none).")
+]
 TaskFiles = Annotated[
     Path | None,
     typer.Option("--task-files", help="Where the tasks' files are (default: tasks/ in the home)."),
@@ -74,6 +77,11 @@ def run_options(
 
 def check_dtype(name: str) -> Dtype:
     return cast(Dtype, check_one_of(name, get_args(Dtype), "dtype"))
+
+
+def check_fp8(name: str | None) -> dict[str, Any]:
+    """The change of a model's configuration that it means."""
+    return {} if name is None else {"fp8": check_one_of(name, get_args(Fp8), "setting of fp8")}
 
 
 def check_tools(name: str) -> Any:

@@ -5,16 +5,22 @@ from typing import Annotated
 import typer
 
 from nanorun.cli.options import (
+    BackendName,
     BatchTokens,
     Context,
+    Data,
     Depth,
     DeviceBatch,
     Flops,
+    Fp8Name,
     Json,
     Ratio,
     Steps,
+    TokenizerName,
     Tokens,
+    check_fp8,
     example,
+    run_options,
     show,
 )
 
@@ -68,3 +74,34 @@ def plan(
     horizon = Horizon(ratio, tokens, flops, steps)
     made = plan_here(depth, vocab, context, horizon, batch_tokens, gpu, gpus, device_batch)
     show(plan_record(made), as_json, plan_table(made))
+
+
+@app.command(epilog=example("nanorun warmup --depth 12 --fp8 all"))
+def warmup(
+    depth: Depth = 12,
+    batch_tokens: BatchTokens = None,
+    device_batch: DeviceBatch = None,
+    context: Context = 2048,
+    data: Data = None,
+    tokenizer: TokenizerName = None,
+    attention: BackendName = "auto",
+    fp8: Fp8Name = None,
+    as_json: Json = False,
+) -> None:
+    """Compiles ahead: the next run of this shape on this machine begins at once."""
+    from nanorun import tables
+    from nanorun.config import Horizon
+    from nanorun.train import base, warmup
+
+    options = run_options(None, False, device_batch, attention, "auto", True)
+    config = base.configure(
+        depth,
+        horizon=Horizon(),
+        context=context,
+        batch_tokens=batch_tokens,
+        data=data,
+        tokenizer=tokenizer,
+        model_changes=check_fp8(fp8),
+    )
+    result = warmup.warm_up(config, options)
+    show(result, as_json, tables.warmup_table(result))

@@ -18,6 +18,7 @@ from nanorun.cli.options import (
     DeviceBatch,
     DtypeName,
     Flops,
+    Fp8Name,
     Fresh,
     Json,
     Ratio,
@@ -27,6 +28,7 @@ from nanorun.cli.options import (
     Tokens,
     Track,
     check_dtype,
+    check_fp8,
     example,
     run_options,
     show,
@@ -57,6 +59,7 @@ def train_base(
         int | None, typer.Option(min=0, help="Steps between evaluations (default: 250; 0: only at the end).")
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, a third more time.")] = False,
+    fp8: Fp8Name = None,
     deterministic: Deterministic = False,
     attention: BackendName = "auto",
     dtype: DtypeName = "auto",
@@ -84,7 +87,7 @@ def train_base(
             )
         config = base.override(
             base.read_config(config_file),
-            {"recompute": recompute or None},
+            {"recompute": recompute or None, **check_fp8(fp8)},
             {**train, "steps": steps, "batch_tokens": batch_tokens},
             data=data,
             tokenizer=tokenizer,
@@ -97,7 +100,7 @@ def train_base(
             batch_tokens=batch_tokens,
             data=data,
             tokenizer=tokenizer,
-            model_changes={"recompute": recompute},
+            model_changes={"recompute": recompute, **check_fp8(fp8)},
             train_changes={key: value for key, value in train.items() if value is not None},
         )
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import hardware, home, plan
+from nanorun import compiling, hardware, home, plan
 from nanorun.config import Backend, Config, Dtype, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
@@ -114,9 +114,9 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
         )
     if options.deterministic:
         make_deterministic()
-    choose_backends(
-        config.model, torch.device(hardware.detect().device), options.backend
-    )  # or say what is wrong
+    machine = hardware.detect()
+    choose_backends(config.model, torch.device(machine.device), options.backend)  # or say what is wrong
+    check_fp8(config, machine, options)
     open_dataset(config.data)
     check_vocabulary(config, open_tokenizer(config.tokenizer))
     if options.track:
@@ -239,15 +239,9 @@ def assemble(
     check_vocabulary(config, tokenizer)
     compiled = options.compile and device.type == "cuda"
     backends = choose_backends(config.model, device, options.backend, dtype, compiled)
-    if config.model.fp8 != "none" and not (
-        fp8.works(device) and dtype == torch.bfloat16 and fp8.fits(config.model.dim)
-    ):
-        raise UserError(
-            f"fp8 is '{config.model.fp8}', and 8-bit matmuls need an Ada, Hopper or newer GPU with Triton, bf16 and "
-            "a width of a multiple of 16: train with fp8 'none' here."
-        )
+    check_fp8(config, machine, options)
     model = build(config.model, device, dtype, backends, config.train.seed)
-    forward: Callable[..., Tensor] = torch.compile(model, dynamic=False) if compiled else model
+    forward: Callable[..., Tensor] = compiling.compiled(model) if compiled else model
     groups = group_parameters(model.named_parameters(), config.optim)
     optimizer = Optimizer(groups, config.optim, compiled=compiled)
 
@@ -305,6 +299,18 @@ def compute_dtype(machine: hardware.Hardware, wanted: Dtype = "auto") -> torch.d
     if machine.device != "cuda":
         return torch.float32
     return torch.bfloat16 if machine.native_bf16 else torch.float16
+
+
+def check_fp8(config: Config, machine: hardware.Hardware, options: Options) -> None:
+    model = config.model
+    possible = compute_dtype(machine, options.dtype) == torch.bfloat16 and fp8.works(
+        torch.device(machine.device)
+    )
+    if model.fp8 != "none" and not (possible and fp8.fits(model.dim)):
+        raise UserError(
+            f"fp8 is '{model.fp8}', and 8-bit matmuls need an Ada, Hopper or newer GPU with Triton, bf16 and a width "
+            "that is a multiple of 16: train with fp8 'none' here."
+        )
 
 
 def make_deterministic() -> None:

@@ -26,6 +26,7 @@ from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, checkpoint, loop
 from nanorun.train.base import Options, train_base
+from nanorun.train.warmup import warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -445,3 +446,16 @@ def test_an_evaluation_takes_exactly_as_many_tokens_as_asked_for_whatever_the_mi
     assert [result.tokens for result in results] == [most] * 3
     assert len({result.bytes for result in results}) == 1
     assert results[0].bpb == pytest.approx(results[2].bpb, rel=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may have 8-bit matmuls")
+def test_a_run_in_eight_bits_is_refused_where_there_are_none(world):
+    with pytest.raises(UserError, match="8-bit"):
+        train_base(replace(tiny(), model=replace(tiny().model, fp8="all")), Options(name="eight"))
+    assert not (world / "runs" / "eight").exists()
+
+
+def test_warming_up_takes_a_step_and_an_evaluation_and_leaves_no_run(world):
+    took = warm_up(tiny(), Options())
+    assert 0 < took["assembled_s"] <= took["first_step_s"]
+    assert not (world / "runs" / "warmup").exists()

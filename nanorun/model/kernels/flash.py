@@ -1,12 +1,14 @@
 """FlashAttention-4 as operators that torch.compile keeps whole.
 
 The package `flash-attn-4` (with `nvidia-cutlass-dsl`) writes its kernels in Python and compiles them when they
-are first called. Called directly from compiled code it would break the graph at every layer, so forward and
-backward are wrapped as two operators that the compiler does not look into. It is optional: nothing imports
-it until `works` is asked, and `works` answers by really computing something.
+are first called; it keeps them on disk for the next process when asked to, which `works` does. Called directly
+from compiled code it would break the graph at every layer, so forward and backward are wrapped as two operators
+that the compiler does not look into. It is optional: nothing imports it until `works` is asked, and `works`
+answers by really computing something.
 """
 
 import functools
+import os
 import warnings
 from typing import Any
 
@@ -14,12 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+DISK_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+
 
 @functools.cache
 def works(device: torch.device, head_dim: int) -> bool:
     """Whether the kernels are installed, launch on this device, and give what the definition gives."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return False
+    os.environ.setdefault(DISK_CACHE, "1")  # read when it is imported
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError:

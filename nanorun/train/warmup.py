@@ -1,0 +1,42 @@
+"""`warmup`: compile ahead, so that the next run of this shape begins at once.
+
+It is a run's own first step and first evaluation, on its own text, thrown away afterwards: what stays are the
+compilers' caches on disk, which a run finds as long as torch, the model's code and the shapes are the same.
+"""
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanorun.config import Config
+from nanorun.runs import Run
+from nanorun.train import base, loop
+
+
+def warm_up(config: Config, options: base.Options) -> dict[str, Any]:
+    """Seconds until the first step is done, the second, and an evaluation of one batch."""
+    begin = time.perf_counter()
+    config = replace(config, train=replace(config.train, eval_tokens=1))
+    with tempfile.TemporaryDirectory() as folder:
+        training = base.assemble(config, Run("warmup", Path(folder), {}, None), options, None)
+        with training.loader:
+            assembled = time.perf_counter() - begin
+            loop.train_step(training)
+            first = time.perf_counter() - begin
+            loop.train_step(training)
+            second = time.perf_counter() - begin
+        training.evaluate()
+        evaluated = time.perf_counter() - begin
+    return {
+        "depth": config.model.depth,
+        "device": str(training.device),
+        "torch": torch.__version__,
+        "assembled_s": round(assembled, 1),
+        "first_step_s": round(first, 1),
+        "second_step_s": round(second - first, 2),
+        "evaluation_s": round(evaluated - second, 1),
+    }
