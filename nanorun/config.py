@@ -54,6 +54,7 @@ class ModelConfig:
     fused_qkv: bool = True  # one matmul for queries, keys and values
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
+    sparse_tables: bool = False  # on CUDA, gradients of embeddings are added row by row, in place
     cast_once: bool = False  # 16-bit copies of the weights are made after an update, not at each use
     fp8: Fp8 = "none"  # which matmuls are in eight bits, while training, on a GPU that has them
 

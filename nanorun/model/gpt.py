@@ -14,9 +14,9 @@
   part of the stream's middle from its end: what only later layers needed to read need not be said.
 
 Weights are fp32 masters; activations are in the dtype given to `GPT` and weights are cast where they are
-used, or (`cast_once`, `fp8`) copied into fewer bits once after each change: whoever changes weights calls
-`renew`. Eight bits are for training steps alone; what is evaluated is what will be served. The model knows
-nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
+used, or (`cast_once`, `fp8`) copied into fewer bits once after each change: whoever changes weights, and has
+used up their gradients, calls `renew`. Eight bits are for training steps alone; what is evaluated is what will
+be served. The model knows nothing of ranks, files or optimizers. Shapes: B batch, T time, D width, H heads.
 """
 
 import functools
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, window_blocks
-from nanorun.model.kernels import fp8, kernels_run_on, rope_norm
+from nanorun.model.kernels import add_rows, fp8, kernels_run_on, rope_norm
 from nanorun.model.kernels.fp8 import Copies
 from nanorun.model.linear import Linear, LowCopy
 from nanorun.model.loss import can_fuse, chunked_loss, plain_loss
@@ -49,6 +49,27 @@ class Means:
     kernels: bool = False  # those of model/kernels/ run there
     eight_bits: bool = False  # so do fp8 matmuls, and it is to learn
     copied_as: torch.dtype | None = None  # where weights are cast once and not at each use
+    in_place: bool = False  # gradients of embeddings are added up by our own kernel
+
+
+class Table(nn.Embedding):
+    """An embedding, fp32 as all weights, whose rows are handed out in another dtype."""
+
+    sums: Tensor | None
+
+    def __init__(self, rows: int, width: int, means: Means) -> None:
+        super().__init__(rows, width)
+        sums = torch.empty(rows, width) if means.in_place else None
+        self.register_buffer("sums", sums, persistent=False)
+
+    def rows(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.sums is not None and torch.is_grad_enabled():
+            return add_rows.look_up(self.weight, self.sums, tokens, dtype)
+        return self(tokens).to(dtype)
+
+    def renew(self) -> None:
+        if self.sums is not None:
+            self.weight.grad = self.sums.zero_()
 
 
 class Attention(nn.Module):
@@ -194,10 +215,10 @@ class GPT(nn.Module):
             self._loss = functools.partial(chunked_loss, fused=True, copies=self.head8)
         backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
-        self.embed = nn.Embedding(vocab, config.dim)
+        self.embed = Table(vocab, config.dim, means)
         self.value_embeds = nn.ModuleDict(
             {
-                str(i): nn.Embedding(vocab, kv_dim)
+                str(i): Table(vocab, kv_dim, means)
                 for i in range(config.depth)
                 if config.has_value_embedding(i)
             }
@@ -256,7 +277,9 @@ class GPT(nn.Module):
         self.sin.copy_(angle.sin())
 
     def renew(self) -> None:
-        """The copies of weights in fewer bits, made anew. Waits for nothing."""
+        """After each update: copies of weights in fewer bits, made anew; gradients kept in place, zeros again."""
+        for table in (self.embed, *self.value_embeds.values()):
+            cast(Table, table).renew()
         for block in self.layers():
             block.attention.renew()
             block.mlp.renew()
@@ -291,15 +314,15 @@ class GPT(nn.Module):
             at = positions_in_documents(docs)
             cos, sin = self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)
         rope = (cos.to(self.dtype), sin.to(self.dtype))
-        x = norm(self.embed(tokens).to(self.dtype))
+        x = norm(self.embed.rows(tokens, self.dtype))
         if config.smear:
             x = self._smeared(x, docs)
         start, middle = x, x
         for i, block in enumerate(self.layers()):
             if config.residual_scalars:
                 x = self.lambdas[i].to(x.dtype) * x + self.mus[i].to(x.dtype) * start
-            embed = self.value_embeds[str(i)] if config.has_value_embedding(i) else None
-            value = embed(tokens).to(x.dtype) if embed is not None else None
+            table = cast(Table, self.value_embeds[str(i)]) if config.has_value_embedding(i) else None
+            value = table.rows(tokens, x.dtype) if table is not None else None
             if config.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, value, rope, docs, use_reentrant=False)
             else:
@@ -373,6 +396,7 @@ def empty(
         kernels_run_on(device),
         learns and fp8.works(device) and dtype == torch.bfloat16,
         dtype if learns and config.cast_once and dtype != torch.float32 else None,
+        learns and config.sparse_tables and kernels_run_on(device),
     )
     with torch.device("meta"):
         model = GPT(config, backends, dtype, means=means)

@@ -161,8 +161,8 @@ def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdi
     norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(rates, wanted=(loss <= largest_loss) & (norm <= largest_norm))
-    t.model.renew()
     t.optimizer.zero_grad()
+    t.model.renew()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
     overflow = t.scale.overflowed(loss_now, norm_now)

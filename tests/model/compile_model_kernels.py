@@ -15,7 +15,7 @@ import compile_for_hopper as hopper  # first: it turns interpreting off
 import torch
 from triton.runtime.jit import JITFunction
 
-from nanorun.model.kernels import fp8, rope_norm, softcap_loss
+from nanorun.model.kernels import add_rows, fp8, rope_norm, softcap_loss
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -42,6 +42,9 @@ def launch_all(tokens: int, width: int, vocab: int = 32_768) -> None:
         qkv, angle, angle, *[empty(tokens, heads, 128) for _ in "qkv"], heads, heads, 1.2
     )
     targets = empty(8192, dtype=torch.int64)
+    softcap_loss.softcap_loss_fp8._init_fn(empty(8192, vocab), targets, 15.0, vocab)
+    table = empty(vocab, width, dtype=torch.float32)
+    add_rows.add_rows._init_fn(table, empty(16, 2048, dtype=torch.int32), empty(16, 2048, width))
     softcap_loss.softcap_loss._init_fn(empty(8192, vocab), targets, 15.0, vocab, True)
 
 

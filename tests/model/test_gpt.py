@@ -168,6 +168,28 @@ def test_generation_is_repeatable_and_stops():
     )
 
 
+def test_gradients_of_tables_added_in_place_are_autograd_s_and_begin_at_zero_again():
+    torch.manual_seed(0)
+    models = [GPT(tiny(), means=Means(in_place=way)) for way in (False, True)]
+    models[0].init_weights()
+    models[1].load_state_dict(models[0].state_dict())
+    models[1].init_buffers()
+    models[1].renew()
+    tokens = torch.randint(0, 97, (3, 2, 25))
+    for model in models:
+        for micro in tokens:
+            model(micro[:, :-1], micro[:, 1:]).backward()
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert models[1].embed.weight.grad is models[1].embed.sums
+    models[1].renew()
+    assert models[1].embed.weight.grad.eq(0).all()
+    with torch.no_grad():
+        assert models[0](tokens[0, :, :-1], tokens[0, :, 1:]) == models[1](
+            tokens[0, :, :-1], tokens[0, :, 1:]
+        )
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_copies_cast_once_give_what_casting_at_each_use_gives(fused):
     torch.manual_seed(0)

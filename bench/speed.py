@@ -1,0 +1,400 @@
+"""Everything about training speed in one lease of a GPU: are the kernels right, what does each lever give, where
+does the time go, how fast are the larger models.
+
+    python bench/speed.py WORK --minutes 18 [--parts check,rates,levers,budget,depths,start] [--steps 8]
+
+WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer). Parts run in this order, each measurement
+in a process of its own, which may fail or hang: it is reported and the next one begins. Variants are compiled
+ahead, several at a time, since that needs cores and not the GPU; only then is anything timed. Results are
+written as they come, to WORK/results/levers-d12-GPU.json; tables for people go to stdout, one JSON line last.
+
+    check    the GPU tests of every kernel                                          about  90 s
+    rates    matmuls of a d12 in bf16 and fp8, both passes; bytes/s of the kernels  about  15 s
+    levers   all on, then each off (and some instead), a few steps each             about 120 s to compile, 20 s each
+    budget   nanoseconds a token by part, predicted and profiled, all on and bf16   with the levers
+    depths   d20 and d24, all on                                                    about  90 s each
+    start    `nanorun bench train`: cold and warm seconds to the first step         about 100 s
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+PARTS = ("check", "rates", "levers", "budget", "depths", "start")
+ALL_ON: dict[str, Any] = {"fp8": "all", "sparse_tables": True}
+# What each variant changes against all on; `options` are how to run, the rest is of the model.
+LEVERS: dict[str, dict[str, Any]] = {
+    "all on": {},
+    "all off but FlashAttention": {
+        "fp8": "none", "fused_qkv": False, "fused_rope": False, "fused_loss": False, "sparse_tables": False,
+    },
+    "fp8 none (bf16)": {"fp8": "none"},
+    "fp8 mlp": {"fp8": "mlp"},
+    "fp8 layers": {"fp8": "layers"},
+    "bf16, cast once": {"fp8": "none", "cast_once": True},
+    "sparse tables off": {"sparse_tables": False},
+    "fused rope off": {"fused_rope": False},
+    "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
+    "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},
+    "attention flex and cuDNN": {"options": {"backend": "auto"}, "without_flash": True},
+    "micro-batches of 32 rows": {"options": {"device_batch": 32}},
+}  # fmt: skip
+PROFILED = ("all on", "fp8 none (bf16)")
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.until = time.monotonic() + 60 * args.minutes
+        self.folder = args.work / "results"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / f"levers-d{args.depth}-{args.gpu}.json"
+        self.found: dict[str, Any] = {"what": "levers", "depth": args.depth, "rows": [], "failed": {}}
+
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    def keep(self, **found: Any) -> None:
+        self.found |= found
+        self.path.write_text(json.dumps(self.found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def child(self, ask: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """One measurement elsewhere; None, and the reason kept, when it fails."""
+        name = f"{ask['do']} {ask.get('name', '')}".strip()
+        env = {**os.environ, "NANORUN_HOME": str(self.args.work), "PYTHONUNBUFFERED": "1"}
+        if ask.get("changes", {}).get("without_flash"):
+            env["NANORUN_WITHOUT_FLASH"] = "1"
+        seconds = min(seconds, max(self.left(), 1))
+        log = self.folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+        try:
+            with log.open("w") as errors:
+                done = subprocess.run(
+                    [sys.executable, __file__, "--child"],
+                    input=json.dumps(ask),
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    timeout=seconds,
+                    env=env,
+                    cwd=ROOT,
+                )
+        except subprocess.TimeoutExpired:
+            return self.failed(name, f"not done after {seconds:.0f} s")
+        if done.returncode:
+            lines = [line for line in log.read_text().splitlines() if line.strip()]
+            return self.failed(name, lines[-1][:300] if lines else f"exit code {done.returncode}")
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    def failed(self, name: str, why: str) -> None:
+        print(f"{name}: FAILED, {why}", flush=True)
+        self.keep(failed={**self.found["failed"], name: why})
+
+    def ask(self, do: str, name: str, changes: dict[str, Any], **more: Any) -> dict[str, Any]:
+        args = self.args
+        common = {"data": args.data, "tokenizer": args.tokenizer, "depth": args.depth, "steps": args.steps}
+        return {"do": do, "name": name, "changes": {**ALL_ON, **changes}, **common, **more}
+
+    # The parts
+
+    def check(self) -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        command += [
+            "tests/gpu/test_fp8_on_gpu.py",
+            "tests/gpu/test_model_on_gpu.py",
+            "tests/model/test_fp8.py",
+        ]
+        begin = time.monotonic()
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+            said, code = done.stdout, done.returncode
+        except subprocess.TimeoutExpired as error:
+            said, code = str(error.stdout), -1
+        (self.folder / "check.log").write_text(said)
+        took = round(time.monotonic() - begin, 1)
+        summary = said.strip().splitlines()[-1] if said.strip() else "nothing said"
+        print(f"check: exit code {code} after {took} s: {summary}", flush=True)
+        self.keep(check={"code": code, "seconds": took, "summary": summary})
+
+    def rates(self) -> None:
+        found = self.child({"do": "rates"}, 90)
+        if found is not None:
+            self.keep(rates=found)
+            print("\nmatmul TFLOP/s (32,768 tokens)")
+            for row in found["matmuls"]:
+                print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
+            print("kernels")
+            for row in found["kernels"]:
+                print(f"  {row['name']:<28} {row['us']:>8} µs  {row['tb_s']:>6} TB/s", flush=True)
+
+    def levers(self) -> None:
+        wanted = self.args.levers.split(";") if self.args.levers else list(LEVERS)
+        begin = time.monotonic()
+        with ThreadPoolExecutor(self.args.together) as pool:  # compiling, not timed
+            list(pool.map(lambda n: self.child(self.ask("warm", n, LEVERS[n]), 240), wanted))
+        print(f"compiled {len(wanted)} variants in {time.monotonic() - begin:.0f} s", flush=True)
+        for name in wanted:
+            if self.left() < 30:
+                self.failed(f"timed {name}", "no time left")
+                continue
+            profiled = name in PROFILED and "budget" in self.args.chosen
+            row = self.child(self.ask("timed", name, LEVERS[name], profile=profiled), 150)
+            if row is None:
+                continue
+            budget = row.pop("budget", None)
+            if budget is not None:
+                self.keep(budget={**self.found.get("budget", {}), name: budget})
+                show_budget(name, budget)
+            self.keep(rows=[*self.found["rows"], {"name": name, **row}])
+            print(
+                f"{name:<28} {row['tokens_per_s']:>9,} tokens/s  {row['peak_gib']:.1f} GiB  "
+                f"loss {row['loss']:.3f}  first step {row['first_step_s']} s  {row['graphs']} graphs",
+                flush=True,
+            )
+
+    def depths(self) -> None:
+        for depth in (20, 24):
+            if self.left() < 90:
+                self.failed(f"d{depth}", "no time left")
+                continue
+            name = f"d{depth} all on"
+            row = self.child({**self.ask("timed", name, {}), "depth": depth, "steps": 4}, 240)
+            if row is not None:
+                self.keep(depths=[*self.found.get("depths", []), {"name": name, **row}])
+                print(f"{name:<28} {row['tokens_per_s']:>9,} tokens/s  {row['peak_gib']:.1f} GiB", flush=True)
+
+    def start(self) -> None:
+        args = self.args
+        command = [
+            *(sys.executable, "-m", "nanorun", "bench", "train", "--depth", str(args.depth), "--steps", "16"),
+            *("--batch-tokens", "524288", "--fp8", ALL_ON["fp8"], "--json", "--data", args.data),
+            *("--tokenizer", args.tokenizer, "--save", str(self.folder / f"train-d{args.depth}-{args.gpu}.json")),
+        ]  # fmt: skip
+        env = {**os.environ, "NANORUN_HOME": str(args.work)}
+        limit = min(300, max(self.left(), 1))
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
+            print(f"start: {done.stdout.strip() or done.stderr[-300:]}", flush=True)
+        except subprocess.TimeoutExpired:
+            self.failed("start", f"not done after {limit:.0f} s")
+
+
+def show_budget(name: str, budget: dict[str, Any]) -> None:
+    print(f"\nns a token, {name}: predicted, measured")
+    for part, row in budget["parts"].items():
+        print(f"  {part:<28} {row['predicted'] or 0:>8.1f} {row['measured'] or 0:>8.1f}")
+    sums = [sum(row[k] or 0 for row in budget["parts"].values()) for k in ("predicted", "measured")]
+    print(f"  {'sum':<28} {sums[0]:>8.1f} {sums[1]:>8.1f}\n", flush=True)
+
+
+# In the processes that measure
+
+
+def assembled(ask: dict[str, Any], folder: str) -> Any:
+    from nanorun.config import Horizon
+    from nanorun.model.kernels import flash
+    from nanorun.runs import Run
+    from nanorun.train import base
+
+    if os.environ.get("NANORUN_WITHOUT_FLASH"):
+        flash.works = lambda device, head_dim: False  # type: ignore[assignment]
+    changes = {k: v for k, v in ask["changes"].items() if k not in ("options", "without_flash")}
+    config = base.configure(
+        ask["depth"],
+        horizon=Horizon(),
+        batch_tokens=524_288,
+        data=ask["data"],
+        tokenizer=ask["tokenizer"],
+        model_changes=changes,
+    )
+    options = base.Options(**ask["changes"].get("options", {}))
+    return base.assemble(config, Run("bench", Path(folder), {}, None), options, None)
+
+
+def timed(ask: dict[str, Any]) -> dict[str, Any]:
+    """One variant: steps, and for `warm` the first one alone."""
+    import statistics
+    import tempfile
+
+    import torch
+    from torch._dynamo.utils import counters
+
+    from nanorun.train import loop
+
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        t = assembled(ask, folder)
+        with t.loader:
+            loop.train_step(t)
+            first = time.perf_counter() - begin
+            if ask["do"] == "warm":
+                return {"first_step_s": round(first, 1)}
+            steps = [loop.train_step(t) for _ in range(3 + ask["steps"])][3:]
+            graphs = counters["stats"]["unique_graphs"]
+            row = {
+                "tokens_per_s": round(steps[0].tokens / statistics.median(s.seconds for s in steps)),
+                "ms_per_step": round(1e3 * statistics.median(s.seconds for s in steps), 2),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "loss": steps[-1].loss,
+                "first_step_s": round(first, 1),
+                "device_batch": t.loader.rows,
+                "attention": sorted({layer.attention.backend for layer in t.model.layers()}),
+                "graphs": graphs,
+                "changes": ask["changes"],
+            }
+            if ask.get("profile"):
+                try:
+                    row["budget"] = budget_of(t)
+                except Exception:  # the speed is worth keeping without it
+                    traceback.print_exc()
+    return row
+
+
+def budget_of(t: Any) -> dict[str, Any]:
+    from nanorun.bench import budget
+
+    tokens = t.config.train.batch_tokens
+    shape = budget.Shape(t.loader.rows * t.config.model.context, tokens)
+    predicted, measured = budget.predict(t.config.model, shape), budget.measure(t)
+    parts = {
+        part: {"predicted": predicted.get(part), "measured": measured["ns"].get(part)}
+        for part in budget.PARTS
+    }
+    return {"parts": parts, "kernels": measured["kernels"]}
+
+
+def rates(ask: dict[str, Any]) -> dict[str, Any]:
+    """Matmuls as a d12 makes them, and the kernels around them, by CUDA events."""
+    import torch
+
+    from nanorun.model.kernels import fp8
+    from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
+
+    tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
+    flush = torch.empty(2**27, device="cuda")  # 512 MiB, so that nothing is found in the cache
+
+    def microseconds(call: Any, times: int = 8) -> float:
+        call()
+        took = []
+        for _ in range(times):
+            flush.zero_()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            call()
+            after.record()
+            torch.cuda.synchronize()
+            took.append(1e3 * before.elapsed_time(after))
+        return sorted(took)[len(took) // 2]
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    one, low, high = torch.ones(1, device="cuda"), torch.bfloat16, torch.float32
+    matmuls = []
+    for name, n, inputs, outputs in (
+        ("qkv", tokens, width, 3 * width), ("out", tokens, width, width), ("up", tokens, width, 4 * width),
+        ("down", tokens, 4 * width, width), ("head", rows, width, vocab),
+    ):  # fmt: skip
+        x, w, g = random(n, inputs), random(outputs, inputs), random(n, outputs)
+        flops = 2 * n * inputs * outputs
+        x8, w8 = x.to(fp8.E4M3), w.to(fp8.E4M3)
+        xt8, wt8 = x.T.contiguous().to(fp8.E4M3), w.T.contiguous().to(fp8.E4M3)
+        g8, gt8 = g.to(fp8.E5M2), g.T.contiguous().to(fp8.E5M2)
+        calls = {
+            "bf16 forward": lambda x=x, w=w: x @ w.T,
+            "bf16 dx": lambda g=g, w=w: g @ w,
+            "bf16 dw": lambda g=g, x=x: g.T @ x,
+        }
+        for fast in (True, False):
+            kind = "fast" if fast else "exact"
+            calls |= {
+                f"fp8 {kind} forward": lambda a=x8, b=w8, f=fast: fp8.multiply(a, b, one, one, low, f),
+                f"fp8 {kind} dx": lambda a=g8, b=wt8, f=fast: fp8.multiply(a, b, one, one, low, f),
+                f"fp8 {kind} dw": lambda a=gt8, b=xt8, f=fast: fp8.multiply(a, b, one, one, high, f),
+            }
+        row: dict[str, Any] = {"matrix": name}
+        for kind, call in calls.items():
+            try:
+                row[kind] = round(flops / microseconds(call) / 1e6)
+            except Exception as error:
+                row[kind] = f"failed: {str(error)[:80]}"
+        matmuls.append(row)
+
+    x, u = random(tokens, width), random(tokens, 4 * width)
+    longest = torch.full((2,), 5.0, device="cuda")
+    _, ht, unit = fp8.relu2_quantize(u, longest, width)
+    parts = fp8.measure(x)
+    logits, targets = random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
+    narrow, wide, whole = tokens * width, 4 * tokens * width, rows * vocab
+    kernels = []
+    for name, moved, call in (
+        ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
+        ("measure", 2 * narrow, lambda: fp8.measure(x)),
+        ("quantize", 4 * narrow, lambda: fp8.quantize(x, parts, 0.0, fp8.E5M2)),
+        ("norm_quantize", 4 * narrow, lambda: fp8.norm_quantize(x)),
+        ("relu2_quantize", 4 * wide, lambda: fp8.relu2_quantize(u, longest, width)),
+        ("relu2_backward", 5 * wide, lambda: fp8.relu2_backward(u, ht, unit, parts, longest)),
+        ("softcap_loss", 4 * whole, lambda: softcap_loss(logits.clone(), targets, 15.0, vocab, True)),
+        ("logits.clone", 4 * whole, lambda: logits.clone()),
+        ("softcap_loss_fp8", 6 * whole, lambda: softcap_loss_fp8(logits, targets, 15.0, vocab)),
+    ):
+        try:
+            us = microseconds(call)
+            kernels.append({"name": name, "us": round(us, 1), "tb_s": round(moved / us / 1e6, 2)})
+        except Exception as error:
+            kernels.append({"name": name, "us": 0.0, "tb_s": 0.0, "failed": str(error)[:120]})
+    return {"matmuls": matmuls, "kernels": kernels}
+
+
+def main() -> None:
+    if "--child" in sys.argv:
+        ask = json.load(sys.stdin)
+        print(json.dumps(rates(ask) if ask["do"] == "rates" else timed(ask)), flush=True)
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--minutes", type=float, default=18)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--levers", help="only these, by name, with semicolons")
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8, help="timed, of each variant")
+    parser.add_argument("--together", type=int, default=4, help="variants compiled at a time")
+    parser.add_argument("--gpu", default="h200", help="its name in the file's")
+    parser.add_argument("--data", default="shared-shared-32768")
+    parser.add_argument("--tokenizer", default="shared-32768")
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    args.chosen = args.parts.split(",")
+    if unknown := set(args.chosen) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+
+    from nanorun.bench.record import record
+
+    bench = Bench(args)
+    bench.keep(**{k: v for k, v in record("levers").items() if v is not None})
+    for part in PARTS:
+        if part in args.chosen and part != "budget":
+            begin = time.monotonic()
+            try:
+                getattr(bench, part)()
+            except Exception as error:  # a part that fails must not cost the others
+                traceback.print_exc()
+                bench.failed(part, repr(error)[:300])
+            print(f"-- {part}: {time.monotonic() - begin:.0f} s, {bench.left():.0f} s left", flush=True)
+    print(json.dumps({"results": str(bench.path), "failed": bench.found["failed"]}))
+
+
+if __name__ == "__main__":
+    main()

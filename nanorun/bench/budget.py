@@ -1,0 +1,180 @@
+"""Where the nanoseconds of a token go: what they should be, by arithmetic, and what they are, by a profile.
+
+`predict` counts each part of a training step twice over: floating-point operations of the matmuls over the rate
+at which this shape of matmul was measured to run, and bytes that the rest must move at least over the measured
+bandwidth. `measure` runs the micro-steps of one step under torch's profiler and sorts kernels into the same parts
+by their names; the update is timed by itself. The difference, part by part, is the list of what to do next.
+
+Rates are an H200's (bench/speed.py measures them anew). On another GPU only the proportions mean anything.
+"""
+
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from nanorun.config import ModelConfig
+from nanorun.optim import schedules
+from nanorun.train import loop
+
+# TFLOP/s in bf16 and fp8 at 65,536 tokens and 768 wide, by matrix; wider ones are nearer to a square's.
+RATES = {"qkv": (726, 1219), "out": (646, 1038), "up": (730, 1197), "down": (771, 1422), "head": (618, 1056)}
+WIDE_RATES = (790, 1450)
+BANDWIDTH = 4.26e12  # bytes a second, of a copy on the device
+ATTENTION_NS = {
+    "short": 2.90,
+    "long": 4.17,
+}  # a token and head of 128, both ways, FlashAttention-4, context 2,048
+MUON_TFLOPS = 600
+CHUNK_TOKENS = 8_192  # of the loss
+
+PARTS = (
+    "matmuls",
+    "attention",
+    "rotary and qk norm",
+    "ReLU²",
+    "norms and residual stream",
+    "quantizing",
+    "loss",
+    "embeddings",
+    "gradient accumulation",
+    "casts",
+    "update",
+    "other",
+    "GPU waits",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a prediction depends on beside the model."""
+
+    micro_tokens: int
+    step_tokens: int
+
+
+def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
+    """Nanoseconds a token, by part. What it cannot know (waits, the rest) it leaves out."""
+    dim, depth, vocab = config.dim, config.depth, config.padded_vocab
+    kv_dim, hidden = config.kv_heads * config.head_dim, config.mlp_ratio * config.dim
+    eight = {
+        "none": (),
+        "mlp": ("up", "down"),
+        "layers": ("up", "down", "qkv"),
+        "all": ("up", "down", "qkv", "head"),
+    }[config.fp8]
+    parameters = {
+        "qkv": depth * dim * (dim + 2 * kv_dim),
+        "out": depth * dim * dim,
+        "up": depth * dim * hidden,
+        "down": depth * dim * hidden,
+        "head": vocab * dim,
+    }
+    matmuls = sum(
+        6 * count / ((RATES[name] if dim <= 1024 else WIDE_RATES)[name in eight] * 1e12)
+        for name, count in parameters.items()
+    )
+    attention = sum(
+        config.heads
+        * config.head_dim
+        / 128
+        * ATTENTION_NS["long" if config.window(layer) >= config.context else "short"]
+        for layer in range(depth)
+    )
+    tables = 1 + sum(config.has_value_embedding(layer) for layer in range(depth))
+    matrices, everything = sum(parameters.values()), config.total_parameters
+    table_bytes = (4 * tables * vocab * dim) / shape.micro_tokens
+    in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, "head" in eight
+    moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
+        "rotary and qk norm": depth * 24 * dim,
+        "ReLU²": depth * (9 if in_mlp else 10) * hidden,
+        "norms and residual stream": depth * 42 * dim,
+        "quantizing": depth * ((8 * dim if in_mlp else 0) + (20 * dim if in_layers else 0)),
+        "loss": (6 if in_head else 4) * vocab + 12 * vocab * dim / CHUNK_TOKENS,
+        "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
+        "gradient accumulation": 3 * table_bytes + 12 * matrices / shape.micro_tokens,
+        "casts": 0.0
+        if config.cast_once
+        else 12 * sum(n for k, n in parameters.items() if k not in eight) / shape.micro_tokens,
+        "update": (28 * (everything - matrices + vocab * dim) + 40 * (matrices - vocab * dim))
+        / shape.step_tokens,
+    }
+    result = {part: 1e9 * count / BANDWIDTH for part, count in moved.items()}
+    result["update"] += 1e9 * _muon_flops(config) / (MUON_TFLOPS * 1e12) / shape.step_tokens
+    return {"matmuls": 1e9 * matmuls, "attention": attention, **result}
+
+
+def _muon_flops(config: ModelConfig) -> float:
+    """Five rounds of three products: X·Xᵀ, its square, and that times X."""
+    dim, hidden = config.dim, config.mlp_ratio * config.dim
+    square = 5 * 3 * 2 * dim**3
+    wide = 5 * (2 * 2 * dim * dim * hidden + 2 * dim**3)
+    return float(config.depth * (4 * square + 2 * wide))
+
+
+# The first pattern that a kernel's name matches says where it belongs.
+_NAMES = (
+    ("attention", r"flash|fmha|cudnn.*attention|flex_attention|sdpa"),
+    ("ReLU²", r"_relu2_|relu"),
+    ("loss", r"^_row$|_gradient_tile|tanh|log_softmax"),
+    ("rotary and qk norm", r"^_forward_kernel|^_backward_kernel"),
+    ("quantizing", r"_quantize_kernel|_measure_kernel|float8"),
+    ("norms and residual stream", r"^_norm_kernel|rms_norm|rsqrt|mean"),
+    ("matmuls", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
+    ("embeddings", r"embedding|index_put|index_add|scatter|gather|sort|Memset|fill|zeros"),
+    ("gradient accumulation", r"vectorized_elementwise.*add|CUDAFunctor_add"),
+    ("casts", r"copy|cat"),
+)
+
+
+def part_of(kernel: str) -> str:
+    for part, pattern in _NAMES:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return part
+    return "other"
+
+
+def measure(t: loop.Training) -> dict[str, Any]:
+    """Nanoseconds a token of one step, by part, and the kernels that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    batches = list(islice(t.loader, t.micro_steps))
+    tokens = sum(batch.inputs.numel() for batch in batches)
+    trained = sum(batch.trained_tokens for batch in batches)
+    total = torch.zeros((), device=t.device)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        begin = time.perf_counter()
+        for batch in batches:
+            loss = t.forward(*loop.to_device(batch, t.device, t.config.model.document_mask)) / trained
+            loss.backward()
+            total += loss.detach()
+        torch.cuda.synchronize()
+        wall_us = 1e6 * (time.perf_counter() - begin)
+    update_us = _timed_update(t, total)
+    parts: dict[str, float] = defaultdict(float)
+    kernels = []
+    for event in seen.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.self_device_time_total > 0:
+            parts[part_of(event.key)] += event.self_device_time_total
+            kernels.append((event.self_device_time_total, event.count, event.key[:120]))
+    parts["GPU waits"] = max(wall_us - sum(parts.values()), 0.0)
+    parts["update"] = update_us
+    longest = [
+        {"ms": round(us / 1e3, 2), "times": count, "part": part_of(name), "kernel": name}
+        for us, count, name in sorted(kernels, reverse=True)[:40]
+    ]
+    return {"ns": {part: 1e3 * us / tokens for part, us in parts.items()}, "kernels": longest}
+
+
+def _timed_update(t: loop.Training, loss: torch.Tensor) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    loop.update(t, loss, schedules.rates(t.step, t.config.train.steps, t.config.optim))
+    after.record()
+    torch.cuda.synchronize()
+    return float(1e3 * before.elapsed_time(after))
