@@ -32,7 +32,7 @@ except ImportError:  # a CPU build of torch has no Triton
     triton = None
 
 BLOCK = 8_192  # columns at a time
-TILE_ROWS, TILE_COLUMNS = 128, 64
+TILE_ROWS, TILE_COLUMNS = 64, 64  # of a gradient written both ways
 
 if triton is not None:
 
@@ -103,7 +103,7 @@ if triton is not None:
         size, inverse = fp8.power_of_two(1.0, MOST)  # no gradient of a logit is larger
         row = tl.program_id(1) * TILE + tl.arange(0, TILE)
         column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
-        target = tl.load(targets + row, mask=row < rows, other=-1)[:, None]
+        target = tl.load(targets + row, mask=row < rows, other=-1).to(tl.int32)[:, None]
         log2_total = tl.load(totals + row, mask=row < rows, other=0.0)[:, None]
         at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
         inside = (row < rows)[:, None] & (column < VOCAB)[None, :]
