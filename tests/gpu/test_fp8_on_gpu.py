@@ -1,4 +1,4 @@
-"""Eight-bit matmuls at real shapes: against float64, compiled, odd numbers of tokens, and a run that learns with them."""
+"""Eight-bit matmuls at real shapes: against float64, compiled, odd numbers of tokens, and a run that learns."""
 
 from dataclasses import replace
 
@@ -188,9 +188,10 @@ def test_two_hundred_steps_with_every_fast_path_learn_and_compile_nothing_after_
     assert losses[-1] < losses[0] - 2
 
 
-@pytest.mark.parametrize(
-    "changes", [{"fp8": "mlp"}, {"fp8": "layers"}, {"fp8": "all"}, {"sparse_tables": True}], ids=str
-)
+FAST = [{"fp8": "mlp"}, {"fp8": "layers"}, {"fp8": "all"}, {"sparse_tables": True}]
+
+
+@pytest.mark.parametrize("changes", FAST, ids=str)
 def test_a_fast_path_learns_as_bf16_does(changes):
     fast, plain = trained(30, **changes)[0], trained(30)[0]
     # Only the first steps: then rounding is amplified (Adam makes full steps of gradients that are zero at first).

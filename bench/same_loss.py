@@ -1,0 +1,196 @@
+"""Does the fast way learn as much from a token? The same run with every fast path on and in plain bf16, some seeds.
+
+    python bench/same_loss.py WORK [--tokens 60000000] [--seeds 3] [--together 3] [--minutes 16] [--depth 12]
+
+WORK is a NANORUN_HOME with text and tokenizer. Each run is `nanorun train base` of its own; one that is done is
+not done again, so the script goes on where a lease ended. Several share the GPU, since none is timed. Results are written as they come, to
+WORK/results/same-loss-dDEPTH-GPU.json and .png (both curves, mean and range over seeds); the last line printed is
+the JSON. Seeds set weights and the order of text alike, so the two ways are compared seed by seed: what decides is
+the mean of the differences in final validation loss, and its standard error.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {"fp8": "none", "sparse_tables": False, "cast_once": False},
+    "fast": {"fp8": "all", "sparse_tables": True, "cast_once": False},
+}
+EVALUATIONS = 10
+EVAL_TOKENS = 2_000_000
+
+
+def configuration(args: argparse.Namespace, way: str, seed: int) -> dict[str, Any]:
+    from nanorun.config import Horizon
+    from nanorun.train import base
+
+    config = base.configure(
+        args.depth,
+        horizon=Horizon(tokens=args.tokens),
+        batch_tokens=args.batch_tokens,
+        data=args.data,
+        tokenizer=args.tokenizer,
+        model_changes=WAYS[way],
+        train_changes={"seed": seed, "eval_tokens": EVAL_TOKENS, "save_every": 10_000},
+    )
+    every = max(config.train.steps // EVALUATIONS, 1)
+    return replace(config, train=replace(config.train, eval_every=every)).to_dict()
+
+
+def train(args: argparse.Namespace, way: str, seed: int, seconds: float) -> str | None:
+    """One run; what went wrong, if anything."""
+    name = f"same-{way}-{seed}"
+    config = args.work / "results" / f"{name}.json"
+    config.write_text(json.dumps(configuration(args, way, seed)))
+    command = [
+        sys.executable,
+        "-m",
+        "nanorun",
+        "train",
+        "base",
+        "--config",
+        str(config),
+        "--name",
+        name,
+        "--json",
+    ]
+    log = args.work / "results" / f"{name}.log"
+    try:
+        with log.open("w") as said:
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, timeout=max(seconds, 1)
+            )
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:.0f} s"
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    return None if done.returncode == 0 else (lines or ["no output"])[-1][:300]
+
+
+def evaluations(args: argparse.Namespace, way: str, seed: int) -> list[tuple[int, float]]:
+    """Tokens and validation loss, as far as the run has come."""
+    from nanorun.runs import read_metrics
+
+    folder = args.work / "runs" / f"same-{way}-{seed}"
+    if not folder.exists():
+        return []
+    return [(r["tokens"], r["val_loss"]) for r in read_metrics(folder) if r["kind"] == "eval"]
+
+
+def result(args: argparse.Namespace) -> dict[str, Any]:
+    from nanorun.bench.record import record
+
+    curves = {
+        way: {seed: found for seed in range(args.seeds) if (found := evaluations(args, way, seed))}
+        for way in WAYS
+    }
+    finals = {
+        way: {seed: curve[-1][1] for seed, curve in by_seed.items() if curve[-1][0] >= 0.98 * args.tokens}
+        for way, by_seed in curves.items()
+    }
+    both = sorted(finals["bf16"].keys() & finals["fast"].keys())
+    gaps = [finals["fast"][seed] - finals["bf16"][seed] for seed in both]
+    return record(
+        "same loss",
+        depth=args.depth,
+        tokens=args.tokens,
+        ways=WAYS,
+        curves=curves,
+        final=finals,
+        seeds=both,
+        mean_difference=statistics.mean(gaps) if gaps else None,
+        standard_error=statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None,
+    )
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for way, colour in (("bf16", "#3b6fb6"), ("fast", "#d1603d")):
+        by_seed = list(found["curves"][way].values())
+        shared = min((len(curve) for curve in by_seed), default=0)
+        if not shared:
+            continue
+        tokens = [at / 1e6 for at, _ in by_seed[0][:shared]]
+        losses = [[curve[i][1] for curve in by_seed] for i in range(shared)]
+        label = f"{'plain bf16' if way == 'bf16' else 'every fast path on'}, {len(by_seed)} seeds"
+        axes.plot(tokens, [statistics.mean(row) for row in losses], color=colour, label=label, lw=1.6)
+        axes.fill_between(
+            tokens, [min(r) for r in losses], [max(r) for r in losses], color=colour, alpha=0.2, lw=0
+        )
+    axes.set_xlabel("million tokens")
+    axes.set_ylabel("validation loss, nats a token")
+    if found["mean_difference"] is not None:
+        axes.set_title(
+            f"d{found['depth']}: fast minus bf16 at the end {found['mean_difference']:+.4f}", loc="left"
+        )
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--tokens", type=int, default=60_000_000)
+    parser.add_argument("--batch-tokens", type=int, default=None, help="default: by the horizon")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--together", type=int, default=3, help="runs at a time")
+    parser.add_argument("--minutes", type=float, default=16)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--gpu", default="h200", help="its name in the file's")
+    parser.add_argument("--data", default="shared-shared-32768")
+    parser.add_argument("--tokenizer", default="shared-32768")
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    os.environ["NANORUN_HOME"] = str(args.work)
+    results = args.work / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"same-loss-d{args.depth}-{args.gpu}.json"
+    until = time.monotonic() + 60 * args.minutes
+    writing = threading.Lock()
+
+    def one(seed: int, way: str) -> None:
+        begin = time.monotonic()
+        if until - begin < 60:
+            print(f"{way}, seed {seed}: not begun, no time left", flush=True)
+            return
+        trouble = train(args, way, seed, until - begin)
+        with writing:
+            found = result(args)
+            final = found["final"][way].get(seed)
+            print(
+                f"{way}, seed {seed}: {trouble or f'validation loss {final}'}, {time.monotonic() - begin:.0f} s",
+                flush=True,
+            )
+            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            draw(found, path.with_suffix(".png"))
+
+    done = result(args)["final"]
+    with ThreadPoolExecutor(args.together) as pool:
+        for seed in range(args.seeds):
+            for way in WAYS:
+                if seed not in done[way]:
+                    pool.submit(one, seed, way)
+    found = result(args)
+    print(json.dumps({k: v for k, v in found.items() if k != "curves"}))
+
+
+if __name__ == "__main__":
+    main()
