@@ -3,10 +3,10 @@
     python bench/same_loss.py WORK [--tokens 60000000] [--seeds 3] [--together 3] [--minutes 16] [--depth 12]
 
 WORK is a NANORUN_HOME with text and tokenizer. Each run is `nanorun train base` of its own; one that is done is
-not done again, so the script goes on where a lease ended. Several share the GPU, since none is timed. Results are written as they come, to
-WORK/results/same-loss-dDEPTH-GPU.json and .png (both curves, mean and range over seeds); the last line printed is
-the JSON. Seeds set weights and the order of text alike, so the two ways are compared seed by seed: what decides is
-the mean of the differences in final validation loss, and its standard error.
+not done again, so the script goes on where a lease ended. Several share the GPU, since none is timed. Results
+are written as they come, to WORK/results/same-loss-dDEPTH-GPU.json and .png (both curves, mean and range over
+seeds); the last line printed is the JSON. A seed sets weights and the order of text, so the two ways are compared
+seed by seed: what decides is the mean of the differences in final validation loss, and its standard error.
 """
 
 import argparse

@@ -6,7 +6,8 @@ does the time go, how fast are the larger models.
 WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer). Parts run in this order, each measurement
 in a process of its own, which may fail or hang: it is reported and the next one begins. Variants are compiled
 ahead, several at a time, since that needs cores and not the GPU; only then is anything timed. Results are
-written as they come, to WORK/results/levers-d12-GPU.json; tables for people go to stdout, one JSON line last.
+written as they come, to WORK/results/levers-d12-GPU.json and budget-d12-GPU.json; tables for people go to stdout,
+one JSON line last. `--predict FILE` measures nothing and writes what the budget should be.
 
     check    the GPU tests of every kernel                                          about  90 s
     rates    matmuls of a d12 in bf16 and fp8, both passes; bytes/s of the kernels  about  15 s
@@ -60,6 +61,7 @@ class Bench:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / f"levers-d{args.depth}-{args.gpu}.json"
         self.found: dict[str, Any] = {"what": "levers", "depth": args.depth, "rows": [], "failed": {}}
+        self.budgets: dict[str, Any] = {}
 
     def left(self) -> float:
         return self.until - time.monotonic()
@@ -102,7 +104,8 @@ class Bench:
 
     def ask(self, do: str, name: str, changes: dict[str, Any], **more: Any) -> dict[str, Any]:
         args = self.args
-        common = {"data": args.data, "tokenizer": args.tokenizer, "depth": args.depth, "steps": args.steps}
+        fields = ("data", "tokenizer", "depth", "steps", "batch_tokens")
+        common = {key: getattr(args, key) for key in fields}
         return {"do": do, "name": name, "changes": {**ALL_ON, **changes}, **common, **more}
 
     # The parts
@@ -153,7 +156,10 @@ class Bench:
                 continue
             budget = row.pop("budget", None)
             if budget is not None:
-                self.keep(budget={**self.found.get("budget", {}), name: budget})
+                self.budgets[name] = budget
+                write_budget(
+                    self.folder / f"budget-d{self.args.depth}-{self.args.gpu}.json", self.budgets, self.args
+                )
                 show_budget(name, budget)
             self.keep(rows=[*self.found["rows"], {"name": name, **row}])
             print(
@@ -177,7 +183,7 @@ class Bench:
         args = self.args
         command = [
             *(sys.executable, "-m", "nanorun", "bench", "train", "--depth", str(args.depth), "--steps", "16"),
-            *("--batch-tokens", "524288", "--fp8", ALL_ON["fp8"], "--json", "--data", args.data),
+            *("--batch-tokens", str(args.batch_tokens), "--fp8", ALL_ON["fp8"], "--json", "--data", args.data),
             *("--tokenizer", args.tokenizer, "--save", str(self.folder / f"train-d{args.depth}-{args.gpu}.json")),
         ]  # fmt: skip
         env = {**os.environ, "NANORUN_HOME": str(args.work)}
@@ -187,6 +193,25 @@ class Bench:
             print(f"start: {done.stdout.strip() or done.stderr[-300:]}", flush=True)
         except subprocess.TimeoutExpired:
             self.failed("start", f"not done after {limit:.0f} s")
+
+
+def predicted(args: argparse.Namespace) -> dict[str, Any]:
+    """The budgets of the profiled variants, with nothing measured."""
+    from nanorun.bench import budget
+    from nanorun.config import scale_model
+
+    found = {}
+    for name in PROFILED:
+        config = scale_model(args.depth, 32_768, **{**ALL_ON, **LEVERS[name]})
+        ns = budget.predict(config, budget.Shape(16 * config.context, args.batch_tokens))
+        found[name] = {"parts": {p: {"predicted": ns.get(p), "measured": None} for p in budget.PARTS}}
+    return found
+
+
+def write_budget(path: Path, budgets: dict[str, Any], args: argparse.Namespace) -> None:
+    from nanorun.bench.record import keep, record
+
+    keep(record("budget", depth=args.depth, step_tokens=args.batch_tokens, variants=budgets), path)
 
 
 def show_budget(name: str, budget: dict[str, Any]) -> None:
@@ -212,7 +237,7 @@ def assembled(ask: dict[str, Any], folder: str) -> Any:
     config = base.configure(
         ask["depth"],
         horizon=Horizon(),
-        batch_tokens=524_288,
+        batch_tokens=ask["batch_tokens"],
         data=ask["data"],
         tokenizer=ask["tokenizer"],
         model_changes=changes,
@@ -244,7 +269,7 @@ def timed(ask: dict[str, Any]) -> dict[str, Any]:
             row = {
                 "tokens_per_s": round(steps[0].tokens / statistics.median(s.seconds for s in steps)),
                 "ms_per_step": round(1e3 * statistics.median(s.seconds for s in steps), 2),
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if t.device.type == "cuda" else 0.0,
                 "loss": steps[-1].loss,
                 "first_step_s": round(first, 1),
                 "device_batch": t.loader.rows,
@@ -364,11 +389,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", type=Path)
+    parser.add_argument("work", type=Path, nargs="?", default=Path("."))
+    parser.add_argument("--predict", type=Path, metavar="FILE")
     parser.add_argument("--minutes", type=float, default=18)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--levers", help="only these, by name, with semicolons")
     parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--batch-tokens", type=int, default=524_288)
     parser.add_argument("--steps", type=int, default=8, help="timed, of each variant")
     parser.add_argument("--together", type=int, default=4, help="variants compiled at a time")
     parser.add_argument("--gpu", default="h200", help="its name in the file's")
@@ -379,6 +406,13 @@ def main() -> None:
     args.chosen = args.parts.split(",")
     if unknown := set(args.chosen) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
+
+    if args.predict:
+        budgets = predicted(args)
+        write_budget(args.predict, budgets, args)
+        for name, budget in budgets.items():
+            show_budget(name, budget)
+        return
 
     from nanorun.bench.record import record
 

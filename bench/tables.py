@@ -119,6 +119,73 @@ def train(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{footer(result)}"
 
 
+def levers(result: dict[str, Any]) -> str:
+    rows = [*result["rows"], *result.get("depths", [])]
+    best = result["rows"][0]["tokens_per_s"] if result["rows"] else 1
+    table = markdown(
+        ["variant", "tokens/s", "of all on", "GiB at the peak", "loss after the last step"],
+        [
+            [
+                row["name"],
+                f"{row['tokens_per_s']:,}",
+                f"{row['tokens_per_s'] / best:.1%}" if row in result["rows"] else "–",
+                f"{row['peak_gib']:.1f}",
+                f"{row['loss']:.3f}",
+            ]
+            for row in rows
+        ],
+    )
+    failed = "".join(f"\n\nFailed: {name} ({why})." for name, why in result["failed"].items())
+    return f"{table}{failed}\n\n{footer(result)}"
+
+
+def budget(result: dict[str, Any]) -> str:
+    """Nanoseconds a token by part; what was not measured is a dash."""
+    variants = result["variants"]
+    names = list(variants)
+    columns = [(name, kind) for name in names for kind in ("predicted", "measured")]
+    parts = variants[names[0]]["parts"]
+
+    def value(part: str, name: str, kind: str) -> float | None:
+        return variants[name]["parts"][part][kind]
+
+    def shown(number: float | None) -> str:
+        return "–" if number is None else f"{number:,.0f}"
+
+    rows = [[part, *(shown(value(part, *column)) for column in columns)] for part in parts]
+    sums: list[float | None] = []
+    for column in columns:
+        known = [v for part in parts if (v := value(part, *column)) is not None]
+        sums.append(sum(known) if known else None)
+    rows.append(["sum, ns a token", *map(shown, sums)])
+    rows.append(["tokens/s", *(shown(1e9 / total if total else None) for total in sums)])
+    table = markdown([f"d{result['depth']}", *(f"{name}, {kind}" for name, kind in columns)], rows)
+    if not any(value(part, name, "measured") for part in parts for name in names):
+        return f"{table}\n\nReckoned {result['date']} from an H200's rates, by `{result['command']}`; not measured yet."
+    return f"{table}\n\n{footer(result)}"
+
+
+def same_loss(result: dict[str, Any]) -> str:
+    finals = result["final"]
+    table = markdown(
+        ["seed", "plain bf16", "every fast path on", "difference"],
+        [
+            [
+                seed,
+                f"{finals['bf16'][str(seed)]:.4f}",
+                f"{finals['fast'][str(seed)]:.4f}",
+                f"{finals['fast'][str(seed)] - finals['bf16'][str(seed)]:+.4f}",
+            ]
+            for seed in result["seeds"]
+        ],
+    )
+    error = result["standard_error"]
+    mean = f"Mean difference {result['mean_difference']:+.4f}" + (
+        f" ± {error:.4f}" if error is not None else ""
+    )
+    return f"{table}\n\n{mean} nats a token after {result['tokens']:,} tokens. {footer(result)}"
+
+
 def core_speed(result: dict[str, Any]) -> str:
     rows = markdown(
         ["CORE", "seconds", "examples/s", "times faster", "M tokens read", "padding"],
@@ -282,10 +349,13 @@ def footer(result: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     "base run": base_run,
+    "budget": budget,
     "chat": chat,
     "core speed": core_speed,
     "infer": infer,
+    "levers": levers,
     "loader": loader,
+    "same loss": same_loss,
     "serve": serve,
     "sft run": base_run,
     "speedrun": speedrun,

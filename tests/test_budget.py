@@ -1,0 +1,58 @@
+"""The budget adds up to what was measured once, knows kernels by their names, and the bench knows its levers."""
+
+import importlib.util
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from nanorun.bench.budget import PARTS, Shape, part_of, predict
+from nanorun.config import ModelConfig, scale_model
+
+SHAPE = Shape(32_768, 524_288)
+
+
+def test_the_floor_of_a_d12_in_bf16_is_a_little_below_what_an_h200_measured():
+    predicted = predict(scale_model(12, 32_768), SHAPE)
+    assert set(predicted) <= set(PARTS)
+    measured = 1e9 / 608_336  # bench/results/train-d12-h200.json
+    assert 0.85 * measured < sum(predicted.values()) < measured
+    assert predicted["matmuls"] == pytest.approx(939, rel=0.01)
+
+
+def test_eight_bits_are_cheaper_step_by_step():
+    sums = [
+        sum(predict(replace(scale_model(12, 32_768), fp8=way), SHAPE).values())
+        for way in ("none", "mlp", "layers", "all")
+    ]
+    assert sums == sorted(sums, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_TNN", "matmuls"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "matmuls"),
+        ("kernel_cutlass_flash_attncuteflash_bwd_sm90", "attention"),
+        ("triton_poi_fused__to_copy_pow_relu_2", "ReLU²"),
+        ("_relu2_backward_kernel", "ReLU²"),
+        ("_quantize_kernel", "quantizing"),
+        ("_norm_kernel", "norms and residual stream"),
+        ("_row", "loss"),
+        ("_backward_kernel", "rotary and qk norm"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "gradient accumulation"),
+    ],
+)
+def test_kernels_are_known_by_their_names(kernel, part):
+    assert part_of(kernel) == part
+
+
+def test_every_lever_changes_fields_that_there_are():
+    path = Path(__file__).resolve().parents[1] / "bench" / "speed.py"
+    spec = importlib.util.spec_from_file_location("speed", path)
+    speed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(speed)
+    known = {field.name for field in fields(ModelConfig)} | {"options", "without_flash"}
+    for changes in (speed.ALL_ON, *speed.LEVERS.values()):
+        assert changes.keys() <= known
+    assert set(speed.PROFILED) <= speed.LEVERS.keys()
