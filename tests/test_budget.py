@@ -40,7 +40,10 @@ def test_eight_bits_are_cheaper_step_by_step():
         ("_norm_kernel", "norms and residual stream"),
         ("_row", "loss"),
         ("_backward_kernel", "rotary and qk norm"),
-        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "gradient accumulation"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>",
+            "gradient accumulation",
+        ),
     ],
 )
 def test_kernels_are_known_by_their_names(kernel, part):

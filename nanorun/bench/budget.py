@@ -87,16 +87,19 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     )
     tables = 1 + sum(config.has_value_embedding(layer) for layer in range(depth))
     matrices, everything = sum(parameters.values()), config.total_parameters
-    table_bytes = (4 * tables * vocab * dim) / shape.micro_tokens
+    summed_in = shape.step_tokens if config.sparse_tables else shape.micro_tokens
+    table_bytes = 4 * tables * vocab * dim / summed_in  # zeros, and without sparse_tables a sum each time
     in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, "head" in eight
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
         "rotary and qk norm": depth * 24 * dim,
         "ReLU²": depth * (9 if in_mlp else 10) * hidden,
         "norms and residual stream": depth * 42 * dim,
-        "quantizing": depth * ((8 * dim if in_mlp else 0) + (20 * dim if in_layers else 0)),
+        "quantizing": depth
+        * ((8 * dim if in_mlp else 0) + ((8 if config.fused_rope else 20) * dim if in_layers else 0)),
         "loss": (6 if in_head else 4) * vocab + 12 * vocab * dim / CHUNK_TOKENS,
         "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
-        "gradient accumulation": 3 * table_bytes + 12 * matrices / shape.micro_tokens,
+        "gradient accumulation": (0 if config.sparse_tables else 3 * table_bytes)
+        + 12 * matrices / shape.micro_tokens,
         "casts": 0.0
         if config.cast_once
         else 12 * sum(n for k, n in parameters.items() if k not in eight) / shape.micro_tokens,

@@ -100,14 +100,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         batch, time, _ = x.shape
         config = self.config
-        mixed: Tensor | tuple[Tensor, ...]
         if self.qkv8 is not None and torch.is_grad_enabled():
-            kept = VALUE_GATE_CHANNELS if self.value_gate is not None else 0
-            mixed, gated = fp8.norm_linear(x, self.qkv8, self._qkv_weights(), kept)
+            q, k, v, gated = self._eight_bit_heads(x, rope)
         else:
             x = norm(x)
             mixed, gated = self._mixed(x), x[..., :VALUE_GATE_CHANNELS]
-        q, k, v = self._fused_heads(mixed, rope) if self.fused_rope else self._heads(mixed, rope)
+            q, k, v = self._fused_heads(mixed, rope) if self.fused_rope else self._heads(mixed, rope)
         if value is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(gated))
             v = v + gate.unsqueeze(-1) * value.view_as(v)
@@ -143,6 +141,20 @@ class Attention(nn.Module):
         assert isinstance(mixed, Tensor)
         config, (cos, sin) = self.config, (table.squeeze(-2) for table in rope)
         return rope_norm.rope_norm(mixed, cos, sin, config.heads, config.kv_heads, config.qk_gain)
+
+    def _eight_bit_heads(
+        self, x: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From the stream as it is; the last are the normed channels that the gate sees."""
+        assert self.qkv8 is not None
+        config, weights = self.config, self._qkv_weights()
+        kept = VALUE_GATE_CHANNELS if self.value_gate is not None else 0
+        if self.fused_rope:
+            cos, sin = (table.squeeze(-2) for table in rope)
+            heads = (config.heads, config.kv_heads, config.qk_gain)
+            return rope_norm.norm_heads(x, self.qkv8, weights, kept, cos, sin, *heads)
+        mixed, gated = fp8.norm_linear(x, self.qkv8, weights, kept)
+        return *self._heads(mixed, rope), gated
 
     def _qkv_weights(self) -> list[Tensor]:
         return [self.q.weight, self.k.weight, self.v.weight]

@@ -11,7 +11,7 @@ from nanorun.compiling import compiled
 from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import build
-from nanorun.model.kernels import add_rows, fp8
+from nanorun.model.kernels import add_rows, fp8, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
 from nanorun.optim import schedules
@@ -112,6 +112,32 @@ def test_compiled_queries_keys_and_values_agree_with_float64(shape):
     assert relative_error(fast, truth) < 0.05
     for one, other in zip((x, *weights), exact, strict=True):
         assert relative_error(one.grad, other.grad) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(2, 1000, 6, 6, 128), (1, 33, 4, 2, 64), (16, 2048, 6, 6, 128)], ids=str)
+@pytest.mark.parametrize("own_angles", [False, True])
+def test_compiled_eight_bit_heads_agree_with_float64(shape, own_angles):
+    batch, time, heads, kv_heads, dim = shape
+    width = heads * dim
+    x = draw(batch, time, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
+    sizes = (width, kv_heads * dim, kv_heads * dim)
+    weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
+    angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    fast = torch.compile(rope_norm.norm_heads, dynamic=False, fullgraph=True)(
+        x, copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
+    )
+    exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
+    n = normed(exact[0])
+    mixed = F.linear(n, torch.cat(exact[1:]))
+    truth = (*rope_norm.reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2), n[..., :12])
+    above = [draw(*out.shape, seed=i, size=1e-7) for i, out in enumerate(truth)]
+    for outs in (fast, truth):
+        sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
+    for one, other in zip(fast, truth, strict=True):
+        assert relative_error(one, other) < 0.06
+    for one, other in zip((x, *weights), exact, strict=True):
+        assert relative_error(one.grad, other.grad) < 0.12
 
 
 @pytest.mark.parametrize("vocab", [(97, 128), (32768, 32768), (50257, 50304)], ids=str)

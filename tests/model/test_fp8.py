@@ -11,7 +11,7 @@ from nanorun.model.gpt import GPT, Means
 from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import fp8
+from nanorun.model.kernels import fp8, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,6 +151,49 @@ def test_stacked_matrices_behind_a_norm_agree_with_float64(kept):
     assert relative_error(fast, truth) < 0.05
     for one, other in zip((x, *weights), exact, strict=True):
         assert relative_error(one.grad, other.grad) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 2, 2, 32), (1, 70, 4, 2, 16), (3, 5, 2, 1, 64)], ids=str)
+@pytest.mark.parametrize("own_angles", [False, True])
+def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles):
+    batch, time, heads, kv_heads, dim = shape
+    width = heads * dim
+    x = draw(batch, time, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
+    sizes = (width, kv_heads * dim, kv_heads * dim)
+    weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
+    angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    fast = rope_norm.norm_heads(x, copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
+    exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
+    n = normed(exact[0])
+    mixed = F.linear(n, torch.cat(exact[1:]))
+    truth = (*rope_norm.reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2), n[..., :12])
+    above = [draw(*out.shape, seed=i, size=1e-7 * 30**i) for i, out in enumerate(truth)]
+    for outs in (fast, truth):
+        sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
+    for one, other in zip(fast, truth, strict=True):
+        assert one.shape == other.shape
+        assert relative_error(one, other) < 0.06
+    for one, other in zip((x, *weights), exact, strict=True):
+        assert relative_error(one.grad, other.grad) < 0.12
+
+
+def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
+    qkv = draw(20, 3 * 32, dtype=torch.bfloat16)
+    qkv[3, :32] *= 1e-4  # a query that the norm blows up
+    angle = torch.zeros(20, 16, device=DEVICE, dtype=torch.bfloat16)
+    *_, steepest = rope_norm._forward(qkv, angle.cos(), angle, 1, 1, 1.2, True)
+    inverse = (qkv.float()[:, :64].view(20, 2, 32).square().mean(-1) + NORM_EPSILON).rsqrt()
+    torch.testing.assert_close(steepest.max(), inverse.max())
+    gradients = [draw(20, 1, 32, seed=i, dtype=torch.bfloat16) for i in range(3)]
+    g, gt, unit = rope_norm.backward_fp8(qkv, angle.cos(), angle, *gradients, steepest, 1, 1, 1.2)
+    assert_both_ways(g, gt)
+    assert g.float().abs().max() <= fp8.MOST[fp8.E5M2]
+    truth = rope_norm._backward(qkv.float(), angle.cos(), angle, *[d.float() for d in gradients], 1, 1, 1.2)
+    assert relative_error(meant(g, unit), truth) < 0.1
+    assert relative_error(meant(g, unit)[:, 64:], truth[:, 64:]) < 0.08, (
+        "small ones beside it keep their precision"
+    )
 
 
 @pytest.mark.parametrize("sizes", [(97, 128, 33), (300, 320, 130)], ids=str)

@@ -17,6 +17,7 @@ host waits:
                            more is clipped, which needs a row that points within 60° of an input: in 768
                            dimensions chance is 14 standard deviations away from that
     gradients into a layer their largest entry, by one pass that only reads
+    gradients of q and k   as rope_norm.py says
     gradient of relu²      Cauchy and Schwarz again, from the longest gradient row and column of weights.
                            Typical entries land 13 powers of two below it, and e5m2 has 17 more below them
     gradient of logits     |softmax - onehot| ≤ 1
@@ -40,6 +41,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanorun.config import NORM_EPSILON
@@ -133,8 +135,7 @@ class _NormLinear(torch.autograd.Function):
         n, nt, n_unit, inverse = norm_quantize(x)
         ctx.save_for_backward(x, inverse, nt, n_unit, columns, unit)
         ctx.outputs = [weight.shape[0] for weight in weights]
-        first = (x[:, :kept].float() * inverse[:, None]).to(x.dtype)
-        return multiply(n, rows, n_unit, unit, x.dtype, FAST_SUMS), first
+        return multiply(n, rows, n_unit, unit, x.dtype, FAST_SUMS), first_channels(x, inverse, kept)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,9 +143,8 @@ class _NormLinear(torch.autograd.Function):
         dy = dy.contiguous()
         g, gt, g_unit = quantize(dy, measure(dy), 0.0, E5M2)
         dn = multiply(g, columns, g_unit, unit, x.dtype, FAST_SUMS).float()
-        dn[:, : dfirst.shape[1]] += dfirst.float()
         dweight = multiply(gt, nt, g_unit, n_unit, torch.float32, False)
-        return _norm_backward(dn, x, inverse), None, None, None, None, *dweight.split(ctx.outputs)
+        return norm_backward(dn, x, inverse, dfirst), None, None, None, None, *dweight.split(ctx.outputs)
 
 
 class _NormMLP(torch.autograd.Function):
@@ -184,7 +184,7 @@ class _NormMLP(torch.autograd.Function):
         du, dut, du_unit = relu2_backward(dh, ht, h_unit, largest, down_longest)
         dn = multiply(du, up_columns, du_unit, up_unit, x.dtype, FAST_SUMS).float()
         dup = multiply(dut, nt, du_unit, n_unit, torch.float32, False)
-        return _norm_backward(dn, x, inverse), dup, ddown, *[None] * 8
+        return norm_backward(dn, x, inverse), dup, ddown, *[None] * 8
 
 
 def multiply(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -192,8 +192,15 @@ def multiply(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, dtype: torch.
     return torch._scaled_mm(a, b.t(), a_unit, b_unit, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _norm_backward(dn: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
-    """From the gradient of norm(x) = x·inverse to that of x. Plain, so that a compiler fuses it with what follows."""
+def first_channels(x: Tensor, inverse: Tensor, kept: int) -> Tensor:
+    return (x[:, :kept].float() * inverse[:, None]).to(x.dtype)
+
+
+def norm_backward(dn: Tensor, x: Tensor, inverse: Tensor, dfirst: Tensor | None = None) -> Tensor:
+    """From the fp32 gradient of norm(x) = x·inverse (and of its first channels, apart) to that of x. Plain, so that
+    a compiler fuses it with what follows."""
+    if dfirst is not None and dfirst.shape[1] > 0:
+        dn = dn + F.pad(dfirst.float(), (0, dn.shape[1] - dfirst.shape[1]))
     n = x.float() * inverse[:, None]
     return (inverse[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))).to(x.dtype)
 

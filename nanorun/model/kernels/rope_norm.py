@@ -9,6 +9,11 @@ Backward, it writes all of dq, dk and dv into the one tensor that the matmul rea
     y = gain·r·s         s = (mean(r²) + eps)^-½
     dr = gain·s·(dy - r·s²·mean(dy·r))        dx = rotate back(dr)
 
+In eight bits (fp8.py) the backward kernel writes e5m2, as it is and transposed. Its scale must be known before:
+|dx| ≤ gain·s·√D·max|dy| for queries and keys, with the steepest s of all tokens and heads, which the forward
+kernel finds on its way. It stands in a few slots whose maximum is meant, since a maximum does not depend on
+the order of what is written.
+
 The values are not changed: they come back as a view. `reference` is the same in plain PyTorch, and the truth.
 Shapes: N tokens (B·T), H heads, K kv heads, D head dimension; qkv is (N, (H + 2K)·D).
 """
@@ -20,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
+from nanorun.model.kernels import fp8
 
 try:
     import triton
@@ -28,6 +34,8 @@ except ImportError:  # a CPU build of torch has no Triton
     triton = None
 
 TOKENS = 16  # of one head, for each program
+TILE_TOKENS = 64  # where what is written is transposed, too
+SLOTS = 64
 
 
 def fits(head_dim: int) -> bool:
@@ -71,7 +79,7 @@ class _RopeNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(qkv, cos, sin)
         ctx.heads, ctx.kv_heads, ctx.gain = heads, kv_heads, gain
-        q, k = _forward(qkv, cos, sin, heads, kv_heads, gain)
+        q, k, _ = _forward(qkv, cos, sin, heads, kv_heads, gain, False)
         head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
         return q, k, qkv[..., (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
 
@@ -92,6 +100,62 @@ class _RopeNorm(torch.autograd.Function):
         return dqkv, None, None, None, None, None
 
 
+def norm_heads(
+    x: Tensor,
+    copies: fp8.Copies,
+    weights: list[Tensor],
+    kept: int,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fp8.norm_linear` of (B, T, D) x and then `rope_norm`: q, k, v, and norm(x)'s first channels."""
+    arguments = (x.flatten(0, -2), copies.rows, copies.columns, copies.unit, cos, sin)
+    q, k, v, first = _NormHeads.apply(*arguments, kept, heads, kv_heads, gain, *weights)
+    batch, time, _ = x.shape
+    q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
+    return q, k, v, first.view(batch, time, kept)
+
+
+class _NormHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (N, D)
+        rows: Tensor,
+        columns: Tensor,
+        unit: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kept: int,
+        heads: int,
+        kv_heads: int,
+        gain: float,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        n, nt, n_unit, inverse = fp8.norm_quantize(x)
+        qkv = fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS)
+        q, k, steepest = _forward(qkv, cos, sin, heads, kv_heads, gain, True)
+        ctx.save_for_backward(x, inverse, nt, n_unit, columns, unit, qkv, cos, sin, steepest)
+        ctx.heads, ctx.kv_heads, ctx.gain = heads, kv_heads, gain
+        ctx.outputs = [weight.shape[0] for weight in weights]
+        head_dim = q.size(-1)
+        v = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
+        return q, k, v, fp8.first_channels(x, inverse, kept)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
+        x, inverse, nt, n_unit, columns, unit, qkv, cos, sin, steepest = ctx.saved_tensors
+        gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
+        g, gt, g_unit = backward_fp8(qkv, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain)
+        dn = fp8.multiply(g, columns, g_unit, unit, x.dtype, fp8.FAST_SUMS).float()
+        dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
+        dx = fp8.norm_backward(dn, x, inverse, dfirst)
+        return dx, *[None] * 9, *dweight.split(ctx.outputs)
+
+
 if triton is not None:
 
     @triton.jit
@@ -101,6 +165,7 @@ if triton is not None:
         sin,
         q,
         k,
+        steepest,
         tokens,
         table,
         gain,
@@ -109,6 +174,7 @@ if triton is not None:
         KV_HEADS: tl.constexpr,
         DIM: tl.constexpr,
         TOKENS: tl.constexpr,
+        SLOTS: tl.constexpr,
     ):
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         head = tl.program_id(1)
@@ -122,7 +188,11 @@ if triton is not None:
         s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         ra = a * c + b * s
         rb = b * c - a * s
-        scale = gain * tl.rsqrt(tl.sum(ra * ra + rb * rb, 1) / DIM + eps)[:, None]
+        inverse = tl.rsqrt(tl.sum(ra * ra + rb * rb, 1) / DIM + eps)
+        scale = gain * inverse[:, None]
+        if SLOTS > 0:
+            slot = (tl.program_id(0) + head * tl.num_programs(0)) % SLOTS
+            tl.atomic_max(steepest + slot, tl.max(tl.where(token < tokens, inverse, 0.0), 0))
         if head < HEADS:
             to = q + token.to(tl.int64)[:, None] * (HEADS * DIM) + head * DIM + half[None, :]
             tl.store(to, (ra * scale).to(q.dtype.element_ty), mask=inside)
@@ -131,6 +201,17 @@ if triton is not None:
             to = k + token.to(tl.int64)[:, None] * (KV_HEADS * DIM) + (head - HEADS) * DIM + half[None, :]
             tl.store(to, (ra * scale).to(q.dtype.element_ty), mask=inside)
             tl.store(to + DIM // 2, (rb * scale).to(q.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _turned_back(a, b, c, s, da, db, gain, eps, DIM: tl.constexpr):
+        """From the gradient of a head's two halves to that of what they were made of."""
+        ra = a * c + b * s
+        rb = b * c - a * s
+        inverse = tl.rsqrt(tl.sum(ra * ra + rb * rb, 1) / DIM + eps)[:, None]
+        shared = (tl.sum(da * ra + db * rb, 1) / DIM)[:, None] * inverse * inverse
+        dra = gain * inverse * (da - ra * shared)
+        drb = gain * inverse * (db - rb * shared)
+        return dra * c - drb * s, drb * c + dra * s
 
     @triton.jit
     def _backward_kernel(
@@ -172,36 +253,116 @@ if triton is not None:
             angle = (token % table)[:, None] * (DIM // 2) + half[None, :]
             c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
             s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-            ra = a * c + b * s
-            rb = b * c - a * s
-            inverse = tl.rsqrt(tl.sum(ra * ra + rb * rb, 1) / DIM + eps)[:, None]
-            shared = (tl.sum(da * ra + db * rb, 1) / DIM)[:, None] * inverse * inverse
-            dra = gain * inverse * (da - ra * shared)
-            drb = gain * inverse * (db - rb * shared)
-            tl.store(dqkv + at, (dra * c - drb * s).to(dqkv.dtype.element_ty), mask=inside)
-            tl.store(dqkv + at + DIM // 2, (drb * c + dra * s).to(dqkv.dtype.element_ty), mask=inside)
+            dxa, dxb = _turned_back(a, b, c, s, da, db, gain, eps, DIM)
+            tl.store(dqkv + at, dxa.to(dqkv.dtype.element_ty), mask=inside)
+            tl.store(dqkv + at + DIM // 2, dxb.to(dqkv.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _backward_fp8_kernel(
+        qkv,
+        cos,
+        sin,
+        dq,
+        dk,
+        dv,
+        steepest,
+        q_parts,
+        k_parts,
+        v_parts,
+        reach,
+        out,
+        out_t,
+        unit,
+        tokens,
+        padded,
+        table,
+        gain,
+        eps,
+        many,
+        HEADS: tl.constexpr,
+        KV_HEADS: tl.constexpr,
+        DIM: tl.constexpr,
+        TOKENS: tl.constexpr,
+        SLOTS: tl.constexpr,
+        MANY: tl.constexpr,
+        MOST: tl.constexpr,
+    ):
+        turned = tl.maximum(fp8.largest_of(q_parts, many, MANY), fp8.largest_of(k_parts, many, MANY))
+        bound = tl.maximum(
+            turned * fp8.largest_of(steepest, SLOTS, SLOTS) * reach, fp8.largest_of(v_parts, many, MANY)
+        )
+        size, scale = fp8.power_of_two(bound, MOST)
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        head = tl.program_id(1)
+        half = tl.arange(0, DIM // 2)
+        inside = (token < tokens)[:, None]
+        row = token.to(tl.int64)[:, None]
+        if head >= HEADS + KV_HEADS:
+            of = dv + row * (KV_HEADS * DIM) + (head - HEADS - KV_HEADS) * DIM + half[None, :]
+            dxa = tl.load(of, mask=inside, other=0.0).to(tl.float32)
+            dxb = tl.load(of + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+        else:
+            if head < HEADS:
+                of = dq + row * (HEADS * DIM) + head * DIM + half[None, :]
+            else:
+                of = dk + row * (KV_HEADS * DIM) + (head - HEADS) * DIM + half[None, :]
+            da = tl.load(of, mask=inside, other=0.0).to(tl.float32)
+            db = tl.load(of + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+            at = row * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + half[None, :]
+            a = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(qkv + at + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+            angle = (token % table)[:, None] * (DIM // 2) + half[None, :]
+            c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+            s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+            dxa, dxb = _turned_back(a, b, c, s, da, db, gain, eps, DIM)
+        columns: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+        first = head * DIM + half
+        fp8.store_both(dxa * scale, token, first, out, out_t, tokens, columns, padded)
+        fp8.store_both(dxb * scale, token, first + DIM // 2, out, out_t, tokens, columns, padded)
+        if tl.program_id(0) + head == 0:
+            tl.store(unit, size)
 
 
 @torch.library.custom_op("nanorun::rope_norm_forward", mutates_args=())
 def _forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float
-) -> tuple[Tensor, Tensor]:
-    head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
-    q = qkv.new_empty(*qkv.shape[:-1], heads, head_dim)
-    k = qkv.new_empty(*qkv.shape[:-1], kv_heads, head_dim)
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float, steep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and, if asked for, the slots of the steepest norm."""
+    q, k, steepest = _turned_room(qkv, heads, kv_heads, steep)
+    head_dim = q.size(-1)
     tokens = q.numel() // (heads * head_dim)
     _forward_kernel[(triton.cdiv(tokens, TOKENS), heads + kv_heads)](
-        qkv, cos, sin, q, k, tokens, *_shape(qkv, cos, gain), heads, kv_heads, head_dim, TOKENS, num_warps=4
+        qkv,
+        cos,
+        sin,
+        q,
+        k,
+        steepest.zero_(),
+        tokens,
+        *_shape(qkv, cos, gain),
+        heads,
+        kv_heads,
+        head_dim,
+        TOKENS,
+        SLOTS=steepest.numel(),
+        num_warps=4,
     )
-    return q, k
+    return q, k, steepest
 
 
 @_forward.register_fake
-def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float) -> tuple[Tensor, Tensor]:
+def _(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float, steep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _turned_room(qkv, heads, kv_heads, steep)
+
+
+def _turned_room(qkv: Tensor, heads: int, kv_heads: int, steep: bool) -> tuple[Tensor, Tensor, Tensor]:
     head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
     return (
         qkv.new_empty(*qkv.shape[:-1], heads, head_dim),
         qkv.new_empty(*qkv.shape[:-1], kv_heads, head_dim),
+        qkv.new_empty(SLOTS if steep else 0, dtype=torch.float32),
     )
 
 
@@ -252,6 +413,70 @@ def _(
     gain: float,
 ) -> Tensor:
     return torch.empty_like(qkv)
+
+
+@torch.library.custom_op("nanorun::rope_norm_backward_fp8", mutates_args=())
+def backward_fp8(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    steepest: Tensor,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of (N, (H + 2K)·D) qkv in e5m2, its transpose and the unit."""
+    head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
+    tokens = qkv.shape[0]
+    out, out_t, unit = fp8.both_ways(qkv, fp8.E5M2)
+    parts = [fp8.measure(gradient.view(tokens, -1)) for gradient in (dq, dk, dv)]
+    many = parts[0].shape[1]
+    _backward_fp8_kernel[(triton.cdiv(tokens, TILE_TOKENS), heads + 2 * kv_heads)](
+        qkv,
+        cos,
+        sin,
+        dq,
+        dk,
+        dv,
+        steepest,
+        *parts,
+        gain * head_dim**0.5,
+        out,
+        out_t,
+        unit,
+        tokens,
+        out_t.shape[1],
+        *_shape(qkv, cos, gain),
+        many,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=head_dim,
+        TOKENS=TILE_TOKENS,
+        SLOTS=steepest.numel(),
+        MANY=triton.next_power_of_2(many),
+        MOST=fp8.MOST[fp8.E5M2],
+        num_warps=8,
+    )
+    return out, out_t, unit
+
+
+@backward_fp8.register_fake
+def _(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    steepest: Tensor,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fp8.both_ways(qkv, fp8.E5M2)
 
 
 def _shape(qkv: Tensor, cos: Tensor, gain: float) -> tuple[int, float, float]:
