@@ -111,12 +111,8 @@ class Bench:
     # The parts
 
     def check(self) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        command += [
-            "tests/gpu/test_fp8_on_gpu.py",
-            "tests/gpu/test_model_on_gpu.py",
-            "tests/model/test_fp8.py",
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
+        command += ["tests/gpu/test_fp8_on_gpu.py", "tests/gpu/test_model_on_gpu.py", "-k", "not backends"]
         begin = time.monotonic()
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

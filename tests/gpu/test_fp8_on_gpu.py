@@ -1,5 +1,6 @@
 """Eight-bit matmuls at real shapes: against float64, compiled, odd numbers of tokens, and a run that learns."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -181,6 +182,7 @@ def test_rows_are_added_into_a_table_s_gradient(width):
     torch.testing.assert_close(sums.double(), truth, rtol=1e-4, atol=1e-3)
 
 
+@functools.cache
 def trained(steps, **changes):
     """Losses of a small model on one batch, and how many graphs there were after ten steps and at the end."""
     config = scale_model(4, 1000, context=512, dim=256, heads=2, kv_heads=2, short_window=128, **changes)
@@ -214,10 +216,7 @@ def test_two_hundred_steps_with_every_fast_path_learn_and_compile_nothing_after_
     assert losses[-1] < losses[0] - 2
 
 
-FAST = [{"fp8": "mlp"}, {"fp8": "layers"}, {"fp8": "all"}, {"sparse_tables": True}]
-
-
-@pytest.mark.parametrize("changes", FAST, ids=str)
+@pytest.mark.parametrize("changes", [{"fp8": "all"}, {"sparse_tables": True}], ids=str)
 def test_a_fast_path_learns_as_bf16_does(changes):
     fast, plain = trained(30, **changes)[0], trained(30)[0]
     # Only the first steps: then rounding is amplified (Adam makes full steps of gradients that are zero at first).
@@ -226,5 +225,5 @@ def test_a_fast_path_learns_as_bf16_does(changes):
 
 
 def test_recomputed_blocks_give_the_same_in_eight_bits():
-    one, other = trained(5, fp8="all")[0], trained(5, fp8="all", recompute=True)[0]
-    assert one == pytest.approx(other, abs=0.01)
+    one, other = trained(30, fp8="all")[0], trained(30, fp8="all", recompute=True)[0]
+    assert one[:3] == pytest.approx(other[:3], abs=0.01)
