@@ -91,7 +91,7 @@ class Attention(nn.Module):
         )
         in_eight = means.eight_bits and config.fp8 in ("layers", "all")
         stacked = (config.dim + 2 * kv_dim, config.dim)
-        self.qkv8 = Copies(*stacked) if in_eight else None
+        self.qkv8 = Copies(*stacked, lengths=False) if in_eight else None
         copied_as = means.copied_as if config.fused_qkv and not in_eight else None
         self.qkv_low = LowCopy(*stacked, copied_as) if copied_as else None
 
@@ -221,7 +221,7 @@ class GPT(nn.Module):
         means = means or Means()
         fused_loss = means.kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap)
         in_eight = means.eight_bits and config.fp8 == "all" and fused_loss
-        self.head8 = Copies(config.padded_vocab, config.dim) if in_eight else None
+        self.head8 = Copies(config.padded_vocab, config.dim, lengths=False) if in_eight else None
         self._loss: Callable[..., Tensor] = chunked_loss if loss == "chunked" else plain_loss
         if fused_loss:
             self._loss = functools.partial(chunked_loss, fused=True, copies=self.head8)

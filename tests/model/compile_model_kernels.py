@@ -41,9 +41,7 @@ def launch_all(tokens: int, width: int, vocab: int = 32_768) -> None:
     rope_norm._forward._init_fn(qkv, angle, angle, heads, heads, 1.2, False)
     *_, steepest = rope_norm._forward._init_fn(qkv, angle, angle, heads, heads, 1.2, True)
     rope_norm._backward._init_fn(qkv, angle, angle, *gradients, heads, heads, 1.2)
-    fp8.measure, measure = fp8.measure._init_fn, fp8.measure
     rope_norm.backward_fp8._init_fn(qkv, angle, angle, *gradients, steepest, heads, heads, 1.2)
-    fp8.measure = measure
     targets = empty(8192, dtype=torch.int64)
     softcap_loss.softcap_loss_fp8._init_fn(empty(8192, vocab), targets, 15.0, vocab)
     table = empty(vocab, width, dtype=torch.float32)

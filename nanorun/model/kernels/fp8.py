@@ -76,15 +76,19 @@ def fits(*sizes: int) -> bool:
 
 
 class Copies(nn.Module):
-    """A weight in eight bits, both ways; several, stacked, as one. `renew` after each change of the weights."""
+    """A weight in eight bits, both ways; several, stacked, as one. `renew` after each change of the weights.
+
+    Few launches, each without torch's dispatcher: an update renews them all, and the GPU must not wait for it.
+    """
 
     rows: Tensor  # (outputs, inputs)
     columns: Tensor  # (inputs, outputs)
     unit: Tensor
-    longest: Tensor  # lengths of the longest row and column
+    longest: Tensor  # lengths of the longest row and column, for those who ask for them
 
-    def __init__(self, outputs: int, inputs: int) -> None:
+    def __init__(self, outputs: int, inputs: int, lengths: bool = True) -> None:
         super().__init__()
+        self.lengths = lengths
         self.register_buffer("rows", torch.empty(outputs, inputs, dtype=E4M3), persistent=False)
         self.register_buffer("columns", torch.empty(inputs, outputs, dtype=E4M3), persistent=False)
         self.register_buffer("unit", torch.empty(1), persistent=False)
@@ -93,13 +97,11 @@ class Copies(nn.Module):
     @torch.no_grad()
     def renew(self, *weights: Tensor) -> None:
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        largest = measure(weight)
-        rows, columns, unit = quantize(weight, largest, 0.0, E4M3)
-        self.rows.copy_(rows)
-        self.columns.copy_(columns)
-        self.unit.copy_(unit)
-        self.longest[0].copy_(largest[1].amax())
-        self.longest[1].copy_(torch.linalg.vector_norm(weight, dim=0).amax())
+        largest = measured(weight)
+        quantize_into(weight, largest, 0.0, self.rows, self.columns, self.unit)
+        if self.lengths:
+            torch.amax(largest[1], 0, out=self.longest[0])
+            torch.amax(torch.linalg.vector_norm(weight, dim=0), 0, out=self.longest[1])
 
 
 def norm_linear(x: Tensor, copies: Copies, weights: list[Tensor], kept: int) -> tuple[Tensor, Tensor]:
@@ -386,6 +388,10 @@ def both_ways(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op("nanorun::fp8_measure", mutates_args=())
 def measure(x: Tensor) -> Tensor:
     """The largest entry and the longest row of (N, D), each as some numbers of which the largest is meant."""
+    return measured(x)
+
+
+def measured(x: Tensor) -> Tensor:
     rows, columns = x.shape
     programs = -(-rows // MEASURED_ROWS)
     parts = x.new_empty(2, programs, dtype=torch.float32)
@@ -404,6 +410,13 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(N, D) in eight bits, its transpose and the unit, by what `measure` found, or by a bound."""
     q, qt, unit = both_ways(x, dtype)
+    quantize_into(x, largest, bound, q, qt, unit)
+    return q, qt, unit
+
+
+def quantize_into(
+    x: Tensor, largest: Tensor | None, bound: float, q: Tensor, qt: Tensor, unit: Tensor
+) -> None:
     many = 0 if largest is None else largest.shape[1]
     _quantize_kernel[_tiles(x)](
         x.contiguous(),
@@ -416,11 +429,10 @@ def quantize(
         qt.shape[1],
         many,
         MANY=triton.next_power_of_2(many) if many else 0,
-        MOST=MOST[dtype],
+        MOST=MOST[q.dtype],
         TILE=TILE,
         num_warps=8,
     )
-    return q, qt, unit
 
 
 @quantize.register_fake

@@ -432,7 +432,7 @@ def backward_fp8(
     head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
     tokens = qkv.shape[0]
     out, out_t, unit = fp8.both_ways(qkv, fp8.E5M2)
-    parts = [fp8.measure(gradient.view(tokens, -1)) for gradient in (dq, dk, dv)]
+    parts = [fp8.measured(gradient.view(tokens, -1)) for gradient in (dq, dk, dv)]
     many = parts[0].shape[1]
     _backward_fp8_kernel[(triton.cdiv(tokens, TILE_TOKENS), heads + 2 * kv_heads)](
         qkv,
