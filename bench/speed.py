@@ -14,7 +14,7 @@ one JSON line last. `--predict FILE` measures nothing and writes what the budget
     levers   all on, then each off (and some instead), a few steps each             about 120 s to compile, 20 s each
     budget   nanoseconds a token by part, predicted and profiled, all on and bf16   with the levers
     depths   d20 and d24, all on                                                    about  90 s each
-    start    `nanorun bench train`: cold and warm seconds to the first step         about 100 s
+    start    as `nanorun bench train`, all on: cold and warm seconds to the first step   about 120 s
 """
 
 import argparse
@@ -176,19 +176,15 @@ class Bench:
                 print(f"{name:<28} {row['tokens_per_s']:>9,} tokens/s  {row['peak_gib']:.1f} GiB", flush=True)
 
     def start(self) -> None:
-        args = self.args
-        command = [
-            *(sys.executable, "-m", "nanorun", "bench", "train", "--depth", str(args.depth), "--steps", "16"),
-            *("--batch-tokens", str(args.batch_tokens), "--fp8", ALL_ON["fp8"], "--json", "--data", args.data),
-            *("--tokenizer", args.tokenizer, "--save", str(self.folder / f"train-d{args.depth}-{args.gpu}.json")),
-        ]  # fmt: skip
-        env = {**os.environ, "NANORUN_HOME": str(args.work)}
-        limit = min(300, max(self.left(), 1))
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
-            print(f"start: {done.stdout.strip() or done.stderr[-300:]}", flush=True)
-        except subprocess.TimeoutExpired:
-            self.failed("start", f"not done after {limit:.0f} s")
+        result = self.child(self.ask("start", "", {}, steps=16), 300)
+        if result is not None:
+            path = self.folder / f"train-d{self.args.depth}-{self.args.gpu}.json"
+            path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            print(
+                f"start: {result['tokens_per_s']:,} tokens/s, {result['peak_gib'] or 0:.1f} GiB, first step after "
+                f"{result['first_step_cold_s']} s cold, {result['first_step_warm_s']} s warm",
+                flush=True,
+            )
 
 
 def predicted(args: argparse.Namespace) -> dict[str, Any]:
@@ -221,10 +217,9 @@ def show_budget(name: str, budget: dict[str, Any]) -> None:
 # In the processes that measure
 
 
-def assembled(ask: dict[str, Any], folder: str) -> Any:
+def configured(ask: dict[str, Any]) -> tuple[Any, Any]:
     from nanorun.config import Horizon
     from nanorun.model.kernels import flash
-    from nanorun.runs import Run
     from nanorun.train import base
 
     if os.environ.get("NANORUN_WITHOUT_FLASH"):
@@ -238,8 +233,14 @@ def assembled(ask: dict[str, Any], folder: str) -> Any:
         tokenizer=ask["tokenizer"],
         model_changes=changes,
     )
-    options = base.Options(**ask["changes"].get("options", {}))
-    return base.assemble(config, Run("bench", Path(folder), {}, None), options, None)
+    return config, base.Options(**ask["changes"].get("options", {}))
+
+
+def start(ask: dict[str, Any]) -> dict[str, Any]:
+    from nanorun.bench.train import bench_train
+
+    config, options = configured(ask)
+    return bench_train(config, options, ask["steps"])
 
 
 def timed(ask: dict[str, Any]) -> dict[str, Any]:
@@ -250,11 +251,13 @@ def timed(ask: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch._dynamo.utils import counters
 
-    from nanorun.train import loop
+    from nanorun.runs import Run
+    from nanorun.train import base, loop
 
     begin = time.perf_counter()
+    config, options = configured(ask)
     with tempfile.TemporaryDirectory() as folder:
-        t = assembled(ask, folder)
+        t = base.assemble(config, Run("bench", Path(folder), {}, None), options, None)
         with t.loader:
             loop.train_step(t)
             first = time.perf_counter() - begin
@@ -298,7 +301,7 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
     """Matmuls as a d12 makes them, and the kernels around them, by CUDA events."""
     import torch
 
-    from nanorun.model.kernels import fp8
+    from nanorun.model.kernels import add_rows, fp8, rope_norm
     from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
 
     tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
@@ -357,6 +360,12 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
     parts = fp8.measure(x)
     logits, targets = random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
     narrow, wide, whole = tokens * width, 4 * tokens * width, rows * vocab
+    qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
+    turned = (qkv, angle, angle)
+    *_, steepest = rope_norm._forward(*turned, heads, heads, 1.2, True)
+    gradients = [random(tokens, heads, 128) for _ in "qkv"]
+    table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
+    common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # as in text, some tokens are everywhere
     kernels = []
     for name, moved, call in (
         ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
@@ -365,6 +374,21 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
         ("norm_quantize", 4 * narrow, lambda: fp8.norm_quantize(x)),
         ("relu2_quantize", 4 * wide, lambda: fp8.relu2_quantize(u, longest, width)),
         ("relu2_backward", 5 * wide, lambda: fp8.relu2_backward(u, ht, unit, parts, longest)),
+        ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, False)),
+        ("the same, steepest", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, True)),
+        (
+            "rope_norm backward",
+            16 * narrow,
+            lambda: rope_norm._backward(*turned, *gradients, heads, heads, 1.2),
+        ),
+        (
+            "rope_norm backward_fp8",
+            22 * narrow,
+            lambda: rope_norm.backward_fp8(*turned, *gradients, steepest, heads, heads, 1.2),
+        ),
+        ("add_rows", 10 * narrow, lambda: add_rows.add_rows(table, picked, x)),
+        ("add_rows, common tokens", 10 * narrow, lambda: add_rows.add_rows(table, common, x)),
+        ("index_add_ (torch)", 18 * narrow, lambda: table.index_add_(0, picked, x.float())),
         ("softcap_loss", 4 * whole, lambda: softcap_loss(logits.clone(), targets, 15.0, vocab, True)),
         ("logits.clone", 4 * whole, lambda: logits.clone()),
         ("softcap_loss_fp8", 6 * whole, lambda: softcap_loss_fp8(logits, targets, 15.0, vocab)),
@@ -380,7 +404,8 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     if "--child" in sys.argv:
         ask = json.load(sys.stdin)
-        print(json.dumps(rates(ask) if ask["do"] == "rates" else timed(ask)), flush=True)
+        measure = {"rates": rates, "start": start}.get(ask["do"], timed)
+        print(json.dumps(measure(ask)), flush=True)
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
