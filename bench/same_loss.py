@@ -50,9 +50,13 @@ def configuration(args: argparse.Namespace, way: str, seed: int) -> dict[str, An
     return replace(config, train=replace(config.train, eval_every=every)).to_dict()
 
 
+def run_name(args: argparse.Namespace, way: str, seed: int) -> str:
+    return f"same-{way}-{seed}" if way == "bf16" else f"same-{args.fp8}-{seed}"
+
+
 def train(args: argparse.Namespace, way: str, seed: int, seconds: float) -> str | None:
     """One run; what went wrong, if anything."""
-    name = f"same-{way}-{seed}"
+    name = run_name(args, way, seed)
     config = args.work / "results" / f"{name}.json"
     config.write_text(json.dumps(configuration(args, way, seed)))
     command = [
@@ -83,7 +87,7 @@ def evaluations(args: argparse.Namespace, way: str, seed: int) -> list[tuple[int
     """Tokens and validation loss, as far as the run has come."""
     from nanorun.runs import read_metrics
 
-    folder = args.work / "runs" / f"same-{way}-{seed}"
+    folder = args.work / "runs" / run_name(args, way, seed)
     if not folder.exists():
         return []
     return [(r["tokens"], r["val_loss"]) for r in read_metrics(folder) if r["kind"] == "eval"]
@@ -154,10 +158,12 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=3, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--fp8", default="all", help="of the fast way: none, mlp, layers, head or all")
     parser.add_argument("--gpu", default="h200", help="its name in the file's")
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")
     args = parser.parse_args()
+    WAYS["fast"]["fp8"] = args.fp8
     args.work = args.work.resolve()
     os.environ["NANORUN_HOME"] = str(args.work)
     results = args.work / "results"

@@ -42,6 +42,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fp8 none (bf16)": {"fp8": "none"},
     "fp8 mlp": {"fp8": "mlp"},
     "fp8 layers": {"fp8": "layers"},
+    "fp8 head's gradients": {"fp8": "head"},
     "bf16, cast once": {"fp8": "none", "cast_once": True},
     "sparse tables off": {"sparse_tables": False},
     "fused rope off": {"fused_rope": False},
@@ -418,11 +419,13 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--batch-tokens", type=int, default=524_288)
     parser.add_argument("--steps", type=int, default=8, help="timed, of each variant")
+    parser.add_argument("--fp8", default="all", help="what is meant by all on, should the loss ask for less")
     parser.add_argument("--together", type=int, default=4, help="variants compiled at a time")
     parser.add_argument("--gpu", default="h200", help="its name in the file's")
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")
     args = parser.parse_args()
+    ALL_ON["fp8"] = args.fp8
     args.work = args.work.resolve()
     args.chosen = args.parts.split(",")
     if unknown := set(args.chosen) - set(PARTS):

@@ -28,7 +28,8 @@ DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 1
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-Fp8 = Literal["none", "mlp", "layers", "all"]  # layers: mlp, and queries, keys and values; all: the head, too
+# Each holds what stands before it. layers: queries, keys and values; head: its gradients; all: the logits, too
+Fp8 = Literal["none", "mlp", "layers", "head", "all"]
 
 
 @dataclass(frozen=True)

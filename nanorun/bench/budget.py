@@ -65,6 +65,7 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
         "none": (),
         "mlp": ("up", "down"),
         "layers": ("up", "down", "qkv"),
+        "head": ("up", "down", "qkv"),
         "all": ("up", "down", "qkv", "head"),
     }[config.fp8]
     parameters = {
@@ -78,6 +79,9 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
         6 * count / ((RATES[name] if dim <= 1024 else WIDE_RATES)[name in eight] * 1e12)
         for name, count in parameters.items()
     )
+    if config.fp8 == "head":  # two of its three products
+        low, high = RATES["head"] if dim <= 1024 else WIDE_RATES
+        matmuls -= 4 * parameters["head"] * (1 / low - 1 / high) / 1e12
     attention = sum(
         config.heads
         * config.head_dim
@@ -89,7 +93,7 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     matrices, everything = sum(parameters.values()), config.total_parameters
     summed_in = shape.step_tokens if config.sparse_tables else shape.micro_tokens
     table_bytes = 4 * tables * vocab * dim / summed_in  # zeros, and without sparse_tables a sum each time
-    in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, "head" in eight
+    in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, config.fp8 in ("head", "all")
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
         "rotary and qk norm": depth * 24 * dim,
         "ReLU²": depth * (9 if in_mlp else 10) * hidden,

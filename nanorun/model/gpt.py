@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.value_gate = (
             Linear(VALUE_GATE_CHANNELS, config.kv_heads) if config.has_value_embedding(layer) else None
         )
-        in_eight = means.eight_bits and config.fp8 in ("layers", "all")
+        in_eight = means.eight_bits and config.fp8 not in ("none", "mlp")
         stacked = (config.dim + 2 * kv_dim, config.dim)
         self.qkv8 = Copies(*stacked, lengths=False) if in_eight else None
         copied_as = means.copied_as if config.fused_qkv and not in_eight else None
@@ -220,11 +220,12 @@ class GPT(nn.Module):
         self.config, self.dtype = config, dtype
         means = means or Means()
         fused_loss = means.kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap)
-        in_eight = means.eight_bits and config.fp8 == "all" and fused_loss
+        in_eight = means.eight_bits and config.fp8 in ("head", "all") and fused_loss
         self.head8 = Copies(config.padded_vocab, config.dim, lengths=False) if in_eight else None
         self._loss: Callable[..., Tensor] = chunked_loss if loss == "chunked" else plain_loss
         if fused_loss:
-            self._loss = functools.partial(chunked_loss, fused=True, copies=self.head8)
+            exact = config.fp8 != "all"
+            self._loss = functools.partial(chunked_loss, fused=True, copies=self.head8, exact_logits=exact)
         backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = Table(vocab, config.dim, means)

@@ -84,11 +84,13 @@ def chunked_loss(
     chunk_tokens: int | None = None,
     fused: bool = False,
     copies: fp8.Copies | None = None,
+    exact_logits: bool = False,
 ) -> Tensor:
     """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
 
     `fused`: a chunk's loss and gradient come from one hand-written kernel (`can_fuse` says where that works).
-    `copies` of the weight: the three matmuls are in eight bits, for x as a norm leaves it; only where it learns.
+    `copies` of the weight: the three matmuls are in eight bits, for x as a norm leaves it; only where it learns. With
+    `exact_logits` only the two of the gradient are.
 
     With reduction="none" it is for evaluation only: gradients made in the forward pass can be scaled
     together afterwards, not token by token.
@@ -104,7 +106,16 @@ def chunked_loss(
     if learns and copies is not None:
         assert softcap is not None
         return _EightBitLoss.apply(
-            rows, weight, flat, copies.rows, copies.columns, copies.unit, softcap, vocab_size, size
+            rows,
+            weight,
+            flat,
+            copies.rows,
+            copies.columns,
+            copies.unit,
+            softcap,
+            vocab_size,
+            size,
+            exact_logits,
         )
     if learns:
         return _ChunkedLoss.apply(
@@ -177,12 +188,17 @@ class _EightBitLoss(torch.autograd.Function):
         softcap: float,
         vocab_size: int,
         size: int,
+        exact_logits: bool,
     ) -> Tensor:
+        exact = weight.to(x.dtype) if exact_logits else None
         losses, dx_chunks = [], []
         dweight: Tensor | None = None
         for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
             q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
-            logits = fp8.multiply(q, head, unit, head_unit, x.dtype, fp8.FAST_SUMS)
+            if exact is not None:
+                logits = x_chunk @ exact.T
+            else:
+                logits = fp8.multiply(q, head, unit, head_unit, x.dtype, fp8.FAST_SUMS)
             loss, dz, dzt, dz_unit = softcap_loss.softcap_loss_fp8(logits, target_chunk, softcap, vocab_size)
             del logits
             losses.append(loss.sum())
@@ -196,7 +212,7 @@ class _EightBitLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 7
+        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 8
 
 
 def can_fuse(softcap: float | None) -> bool:
