@@ -35,8 +35,8 @@ def warm_up(config: Config, options: base.Options) -> dict[str, Any]:
         "depth": config.model.depth,
         "device": str(training.device),
         "torch": torch.__version__,
-        "assembled_s": round(assembled, 1),
-        "first_step_s": round(first, 1),
+        "assembled_s": round(assembled, 2),
+        "first_step_s": round(first, 2),
         "second_step_s": round(second - first, 2),
-        "evaluation_s": round(evaluated - second, 1),
+        "evaluation_s": round(evaluated - second, 2),
     }
