@@ -100,23 +100,24 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     counts = [len(task) for task in tasks]
     budget = arguments.batch_tokens or (BATCH_TOKENS_GPU if model.device.type == "cuda" else BATCH_TOKENS)
     warm = [encode_task(bundle, task, tokenizer, 2)[0] for task in listed[:3]]
-    for share in (True, False):
+    shared = (True,) if arguments.no_copies else (True, False)
+    for share in shared:
         batched(model, warm, share, budget)
     slowly(model, warm, [2] * len(warm))
 
-    ways = [batched(model, tasks, share, budget) for share in (True, False)]
+    ways = [batched(model, tasks, share, budget) for share in shared]
     ways.append(slowly(model, some, counts))
     if fewer != most:  # shots depend on the cap, so the same examples are judged again
         again = batched(model, some, True, budget)["verdicts"]
     else:
         again = ways[0]["verdicts"]
-    slow = ways[2]["seconds"]
+    slow = ways[-1]["seconds"]
     rows = [
         {k: v for k, v in way.items() if k != "verdicts"}
         | {"examples_per_s": sum(counts) / way["seconds"], "times_faster": slow / way["seconds"]}
         for way in ways
     ]
-    pairs = zip(again, ways[2]["verdicts"], strict=True)
+    pairs = zip(again, ways[-1]["verdicts"], strict=True)
     return record(
         "core speed",
         model=arguments.model or f"d{gpt.config.depth}, random weights",
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--max-per-task", type=int, default=None)
     parser.add_argument("--slow-per-task", type=int, default=None)
+    parser.add_argument("--no-copies", action="store_true", help="leave out the second way")
     parser.add_argument("--batch-tokens", type=int, default=None)
     parser.add_argument("--save", type=Path, default=None)
     arguments = parser.parse_args()

@@ -148,6 +148,7 @@ def stages(results: Path, tokens: int) -> list[Stage]:
             (
                 (
                     *(sys.executable, "bench/core.py", "--model", "d12", *bundle, "--slow-per-task", "30"),
+                    "--no-copies",
                     *("--save", str(results / "core-speed-d12-h200.json")),
                 ),
             ),
