@@ -225,12 +225,17 @@ if triton is not None:
 
     @triton.jit
     def store_both(tile, row, column, q, qt, rows, columns, padded):
-        """A tile of q, and of its transpose, whose rows go on with zeros to `padded`: the tile has them."""
-        value = tile.to(q.dtype.element_ty)
+        """A tile of q, and of its transpose, whose rows go on with zeros to `padded`: the tile has them.
+
+        It is transposed in sixteen bits and rounded to eight afterwards, twice: ptxas of CUDA 12.9 mixes up the
+        bytes of a tile of 8-bit floats that is stored both ways (triton-lang/triton issue 11111)."""
+        tile = tile.to(tl.float16)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        value = tile.to(tl.float32).to(q.dtype.element_ty)
         tl.store(q + at, value, mask=(row < rows)[:, None] & (column < columns)[None, :])
         at = column.to(tl.int64)[:, None] * padded + row[None, :]
-        tl.store(qt + at, tl.trans(value), mask=(column < columns)[:, None] & (row < padded)[None, :])
+        value = tl.trans(tile).to(tl.float32).to(q.dtype.element_ty)
+        tl.store(qt + at, value, mask=(column < columns)[:, None] & (row < padded)[None, :])
 
     @triton.jit
     def _measure_kernel(x, parts, rows, columns: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -365,7 +370,8 @@ if triton is not None:
         column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
         at = column.to(tl.int64)[:, None] * padded + row[None, :]
         inside = (column < columns)[:, None] & (row < rows)[None, :]
-        slope = 2 * tl.sqrt(tl.trans(tl.load(ht + at, mask=inside, other=0.0)).to(tl.float32) * h_size)
+        h = tl.trans(tl.load(ht + at, mask=inside, other=0.0).to(tl.float16))
+        slope = 2 * tl.sqrt(h.to(tl.float32) * h_size)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         tile = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32) * slope * inverse
