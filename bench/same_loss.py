@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"fp8": "none", "sparse_tables": False, "cast_once": False},
     "fast": {"fp8": "all", "sparse_tables": True, "cast_once": False},
 }
-EVALUATIONS = 10
+EVALUATIONS = 6
 EVAL_TOKENS = 2_000_000
 
 
