@@ -134,7 +134,7 @@ def stages(results: Path, tokens: int) -> list[Stage]:
         ),
         Stage(
             "core",
-            60,
+            120,
             (
                 nanorun(
                     *("eval", "core", "--model", "d12", *bundle, *kept("core-d12-h200")),
@@ -144,7 +144,7 @@ def stages(results: Path, tokens: int) -> list[Stage]:
         ),
         Stage(
             "core-speed",
-            80,
+            150,
             (
                 (
                     *(sys.executable, "bench/core.py", "--model", "d12", *bundle, "--slow-per-task", "30"),

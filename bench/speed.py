@@ -39,6 +39,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "all off but FlashAttention": {
         "fp8": "none", "fused_qkv": False, "fused_rope": False, "fused_loss": False, "sparse_tables": False,
     },
+    "CUDA graphs off": {"options": {"graphs": False}},
     "fp8 none (bf16)": {"fp8": "none"},
     "fp8 mlp": {"fp8": "mlp"},
     "fp8 layers": {"fp8": "layers"},

@@ -157,9 +157,8 @@ def measure(t: loop.Training) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         begin = time.perf_counter()
         for batch in batches:
-            loss = t.forward(*loop.to_device(batch, t.device, t.config.model.document_mask)) / trained
-            loss.backward()
-            total += loss.detach()
+            given = loop.to_device(batch, t.device, t.config.model.document_mask)
+            total += t.learn(*given, trained, t.scale.scale)
         torch.cuda.synchronize()
         wall_us = 1e6 * (time.perf_counter() - begin)
     update_us = _timed_update(t, total)

@@ -15,6 +15,7 @@ from nanorun.cli.options import (
     Draft,
     DtypeName,
     Fp8Name,
+    Graphs,
     Int8,
     Json,
     Save,
@@ -44,6 +45,7 @@ def bench_train(
     dtype: DtypeName = "auto",
     fp8: Fp8Name = None,
     compiled: Compile = True,
+    graphs: Graphs = True,
     fresh_caches: Annotated[
         bool,
         typer.Option(
@@ -61,7 +63,7 @@ def bench_train(
     from nanorun.train import base
 
     check_path(save)
-    options = run_options(None, False, device_batch, attention, dtype, compiled)
+    options = run_options(None, False, device_batch, attention, dtype, compiled, graphs)
     config = base.configure(
         depth,
         horizon=Horizon(),

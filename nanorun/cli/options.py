@@ -38,6 +38,9 @@ TaskFiles = Annotated[
     typer.Option("--task-files", help="Where the tasks' files are (default: tasks/ in the home)."),
 ]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile on CUDA.")]
+Graphs = Annotated[
+    bool, typer.Option("--graphs/--no-graphs", help="Micro-steps replayed as a CUDA graph, when compiled.")
+]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")]
 Track = Annotated[str | None, typer.Option(help="Log to wandb or trackio as well.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start the run anew if it exists.")]
@@ -63,6 +66,7 @@ def run_options(
     attention: str,
     dtype: str,
     compiled: bool,
+    graphs: bool = True,
     deterministic: bool = False,
     track: str | None = None,
 ) -> "base.Options":
@@ -72,7 +76,7 @@ def run_options(
 
     from nanorun.train import base  # only now: this takes a second
 
-    return base.Options(name, fresh, device_batch, backend, checked, compiled, deterministic, track)
+    return base.Options(name, fresh, device_batch, backend, checked, compiled, graphs, deterministic, track)
 
 
 def check_dtype(name: str) -> Dtype:

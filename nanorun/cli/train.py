@@ -20,6 +20,7 @@ from nanorun.cli.options import (
     Flops,
     Fp8Name,
     Fresh,
+    Graphs,
     Json,
     Ratio,
     Steps,
@@ -64,6 +65,7 @@ def train_base(
     attention: BackendName = "auto",
     dtype: DtypeName = "auto",
     compiled: Compile = True,
+    graphs: Graphs = True,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="Start from a run's config.json.")
     ] = None,
@@ -78,7 +80,7 @@ def train_base(
     from nanorun.plan import TooLong
     from nanorun.train import base
 
-    options = run_options(name, fresh, device_batch, attention, dtype, compiled, deterministic, track)
+    options = run_options(name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track)
     train = {"seed": seed, "save_every": save_every, "eval_every": eval_every}
     if config_file is not None:
         if not all(value is None for value in (depth, context, ratio, tokens, flops)):
@@ -159,6 +161,7 @@ def train_sft(
     attention: BackendName = "auto",
     dtype: DtypeName = "auto",
     compiled: Compile = True,
+    graphs: Graphs = True,
     track: Track = None,
     fresh: Fresh = False,
     as_json: Json = False,
@@ -169,7 +172,7 @@ def train_sft(
 
     if steps is not None and steps < 1:
         raise UserError(f"--steps is {steps}: it must be at least 1.")
-    options = run_options(name, fresh, device_batch, attention, dtype, compiled, deterministic, track)
+    options = run_options(name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track)
     choices = sft.Choices(
         parent=parent,
         mixture=mixture,

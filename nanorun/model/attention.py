@@ -24,6 +24,10 @@ from nanorun.config import Backend, ModelConfig
 from nanorun.errors import UserError
 from nanorun.model.kernels import flash
 
+# Left to itself, torch hands attention under a mask to cuDNN on Hopper, which makes a plan for every shape that it
+# has not met, at 0.1 to 0.5 s; evaluation, chat and RL bring another shape with every batch. Naming cudnn still works.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 # Shapes: B batch, T queries, S keys, H heads, K kv heads, D head dimension.
 
 

@@ -34,6 +34,7 @@ from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import checkpoint, loop
 from nanorun.train.guard import LossScale
+from nanorun.train.micro import Replayed
 from nanorun.train.track import Tracker, require
 
 
@@ -47,6 +48,7 @@ class Options:
     backend: Backend = "auto"
     dtype: Dtype = "auto"
     compile: bool = True  # on CUDA
+    graphs: bool = True  # with it: micro-steps replayed as a CUDA graph
     deterministic: bool = False
     track: str | None = None
     samples: int = 10
@@ -275,6 +277,7 @@ def assemble(
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
         scale=LossScale(dtype == torch.float16),
         tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,
+        micro=Replayed(forward, optimizer.params) if compiled and options.graphs else None,
     )
     if found is not None:
         loop.restore(training, found)

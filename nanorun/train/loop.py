@@ -31,6 +31,7 @@ from nanorun.optim.schedules import Rates
 from nanorun.runs import Run
 from nanorun.train import checkpoint
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, StopSignals, Verdict
+from nanorun.train.micro import Launched, Micro
 from nanorun.train.track import Tracker
 
 Kind = Literal["eval", "chat"]  # of what is measured on the way
@@ -89,9 +90,14 @@ class Training:
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
     tracker: Tracker | None = None
+    micro: Micro | None = None  # forward and backward; None: launched kernel by kernel
 
     def __post_init__(self) -> None:
         self.position = self.position or self.loader.state()
+
+    @property
+    def learn(self) -> Micro:
+        return self.micro or Launched(self.forward)
 
     def log(self, record: dict[str, Any]) -> None:
         self.run.log(record)
@@ -142,9 +148,8 @@ def train_step(t: Training) -> Step:
     for batch in batches:
         if t.stop():
             raise Abandoned
-        loss = t.forward(*to_device(batch, t.device, t.config.model.document_mask)) / trained
-        (loss * t.scale.scale).backward()
-        total += loss.detach()
+        given = to_device(batch, t.device, t.config.model.document_mask)
+        total += t.learn(*given, trained, t.scale.scale)
         t.pulse(batch.inputs.numel())
     loss_now, norm_now, verdict = update(t, total, rates)
     t.step += 1
@@ -161,7 +166,7 @@ def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdi
     norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(rates, wanted=(loss <= largest_loss) & (norm <= largest_norm))
-    t.optimizer.zero_grad()
+    t.optimizer.zero_grad(keep_buffers=t.learn.keeps_gradients)
     t.model.renew()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()

@@ -62,7 +62,7 @@ FAST_SUMS = True  # in x·wᵀ and g·w; sums over tokens are long and keep thei
 TILE = 128  # rows and columns at a time of what is read and written both ways
 SLOPE_COLUMNS = 64  # of the kernel that reads two tensors: a wider tile leaves room for one program at a time
 NORM_ROWS = 64
-MEASURED_ROWS = 32
+MEASURED_ROWS, MEASURED_COLUMNS = 16, 256
 
 
 def works(device: torch.device) -> bool:
@@ -100,7 +100,7 @@ class Copies(nn.Module):
         largest = measured(weight)
         quantize_into(weight, largest, 0.0, self.rows, self.columns, self.unit)
         if self.lengths:
-            torch.amax(largest[1], 0, out=self.longest[0])
+            self.longest[0].copy_(largest[1])
             torch.amax(torch.linalg.vector_norm(weight, dim=0), 0, out=self.longest[1])
 
 
@@ -219,9 +219,8 @@ if triton is not None:
         return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def largest_of(parts, many, MANY: tl.constexpr):
-        at = tl.arange(0, MANY)
-        return tl.max(tl.load(parts + at, mask=at < many, other=0.0), 0)
+    def largest_of(slots, SLOTS: tl.constexpr):
+        return tl.max(tl.load(slots + tl.arange(0, SLOTS)), 0)
 
     @triton.jit
     def store_both(tile, row, column, q, qt, rows, columns, padded):
@@ -238,7 +237,7 @@ if triton is not None:
         tl.store(qt + at, value, mask=(column < columns)[:, None] & (row < padded)[None, :])
 
     @triton.jit
-    def _measure_kernel(x, parts, rows, columns: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    def _measure_kernel(x, found, rows, columns: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         start = x + row.to(tl.int64)[:, None] * columns
         largest = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -249,13 +248,13 @@ if triton is not None:
             tile = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(tile))
             squares += tile * tile
-        tl.store(parts + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
-        tl.store(parts + tl.num_programs(0) + tl.program_id(0), tl.sqrt(tl.max(tl.sum(squares, 1), 0)))
+        tl.atomic_max(found, tl.max(tl.max(largest, 1), 0), sem="relaxed")
+        tl.atomic_max(found + 1, tl.sqrt(tl.max(tl.sum(squares, 1), 0)), sem="relaxed")
 
     @triton.jit
     def _quantize_kernel(
         x,
-        parts,
+        largest,
         bound,
         q,
         qt,
@@ -263,13 +262,12 @@ if triton is not None:
         rows,
         columns,
         padded,
-        many,
-        MANY: tl.constexpr,
+        MEASURED: tl.constexpr,
         MOST: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        if MANY > 0:
-            bound = largest_of(parts, many, MANY)
+        if MEASURED:
+            bound = tl.load(largest)
         size, inverse = power_of_two(bound, MOST)
         row = tl.program_id(0) * TILE + tl.arange(0, TILE)
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -349,7 +347,7 @@ if triton is not None:
         ht,
         h_unit,
         h_most,
-        parts,
+        largest,
         longest,
         q,
         qt,
@@ -357,14 +355,12 @@ if triton is not None:
         rows,
         columns,
         padded,
-        many,
-        MANY: tl.constexpr,
         MOST: tl.constexpr,
         TILE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
         h_size = tl.load(h_unit)
-        bound = largest_of(parts + many, many, MANY) * tl.load(longest + 1) * 2 * tl.sqrt(h_most * h_size)
+        bound = tl.load(largest + 1) * tl.load(longest + 1) * 2 * tl.sqrt(h_most * h_size)
         size, inverse = power_of_two(bound, MOST)
         row = tl.program_id(0) * TILE + tl.arange(0, TILE)
         column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
@@ -393,21 +389,22 @@ def both_ways(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("nanorun::fp8_measure", mutates_args=())
 def measure(x: Tensor) -> Tensor:
-    """The largest entry and the longest row of (N, D), each as some numbers of which the largest is meant."""
+    """The largest entry of (N, D), and the length of its longest row."""
     return measured(x)
 
 
 def measured(x: Tensor) -> Tensor:
     rows, columns = x.shape
-    programs = -(-rows // MEASURED_ROWS)
-    parts = x.new_empty(2, programs, dtype=torch.float32)
-    _measure_kernel[(programs,)](x.contiguous(), parts, rows, columns, MEASURED_ROWS, TILE, num_warps=4)
-    return parts
+    found = x.new_zeros(2, dtype=torch.float32)
+    _measure_kernel[(triton.cdiv(rows, MEASURED_ROWS),)](
+        x.contiguous(), found, rows, columns, MEASURED_ROWS, MEASURED_COLUMNS, num_warps=4
+    )
+    return found
 
 
 @measure.register_fake
 def _(x: Tensor) -> Tensor:
-    return x.new_empty(2, -(-x.shape[0] // MEASURED_ROWS), dtype=torch.float32)
+    return x.new_empty(2, dtype=torch.float32)
 
 
 @torch.library.custom_op("nanorun::fp8_quantize", mutates_args=())
@@ -423,7 +420,6 @@ def quantize(
 def quantize_into(
     x: Tensor, largest: Tensor | None, bound: float, q: Tensor, qt: Tensor, unit: Tensor
 ) -> None:
-    many = 0 if largest is None else largest.shape[1]
     _quantize_kernel[_tiles(x)](
         x.contiguous(),
         x if largest is None else largest,
@@ -433,8 +429,7 @@ def quantize_into(
         unit,
         *x.shape,
         qt.shape[1],
-        many,
-        MANY=triton.next_power_of_2(many) if many else 0,
+        MEASURED=largest is not None,
         MOST=MOST[q.dtype],
         TILE=TILE,
         num_warps=8,
@@ -498,7 +493,6 @@ def relu2_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh·2√h in e5m2, its transpose and unit, for dh = g·w: `largest` measured of g, longest[1] w's column."""
     q, qt, unit = both_ways(dh, E5M2)
-    many = largest.shape[1]
     _relu2_backward_kernel[_tiles(dh, SLOPE_COLUMNS)](
         dh,
         ht,
@@ -511,8 +505,6 @@ def relu2_backward(
         unit,
         *dh.shape,
         qt.shape[1],
-        many,
-        MANY=triton.next_power_of_2(many),
         MOST=MOST[E5M2],
         TILE=TILE,
         WIDE=SLOPE_COLUMNS,

@@ -266,9 +266,9 @@ if triton is not None:
         dk,
         dv,
         steepest,
-        q_parts,
-        k_parts,
-        v_parts,
+        q_largest,
+        k_largest,
+        v_largest,
         reach,
         out,
         out_t,
@@ -278,19 +278,15 @@ if triton is not None:
         table,
         gain,
         eps,
-        many,
         HEADS: tl.constexpr,
         KV_HEADS: tl.constexpr,
         DIM: tl.constexpr,
         TOKENS: tl.constexpr,
         SLOTS: tl.constexpr,
-        MANY: tl.constexpr,
         MOST: tl.constexpr,
     ):
-        turned = tl.maximum(fp8.largest_of(q_parts, many, MANY), fp8.largest_of(k_parts, many, MANY))
-        bound = tl.maximum(
-            turned * fp8.largest_of(steepest, SLOTS, SLOTS) * reach, fp8.largest_of(v_parts, many, MANY)
-        )
+        turned = tl.maximum(tl.load(q_largest), tl.load(k_largest))
+        bound = tl.maximum(turned * fp8.largest_of(steepest, SLOTS) * reach, tl.load(v_largest))
         size, scale = fp8.power_of_two(bound, MOST)
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         head = tl.program_id(1)
@@ -432,8 +428,7 @@ def backward_fp8(
     head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
     tokens = qkv.shape[0]
     out, out_t, unit = fp8.both_ways(qkv, fp8.E5M2)
-    parts = [fp8.measured(gradient.view(tokens, -1)) for gradient in (dq, dk, dv)]
-    many = parts[0].shape[1]
+    largest = [fp8.measured(gradient.view(tokens, -1)) for gradient in (dq, dk, dv)]
     _backward_fp8_kernel[(triton.cdiv(tokens, TILE_TOKENS), heads + 2 * kv_heads)](
         qkv,
         cos,
@@ -442,7 +437,7 @@ def backward_fp8(
         dk,
         dv,
         steepest,
-        *parts,
+        *largest,
         gain * head_dim**0.5,
         out,
         out_t,
@@ -450,13 +445,11 @@ def backward_fp8(
         tokens,
         out_t.shape[1],
         *_shape(qkv, cos, gain),
-        many,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=head_dim,
         TOKENS=TILE_TOKENS,
         SLOTS=steepest.numel(),
-        MANY=triton.next_power_of_2(many),
         MOST=fp8.MOST[fp8.E5M2],
         num_warps=8,
     )

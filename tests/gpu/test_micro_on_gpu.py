@@ -1,0 +1,88 @@
+"""A replayed micro-step is a launched one: the same bits, whatever comes, and launched where it cannot be recorded."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanorun.compiling import compiled
+from nanorun.config import OptimConfig, scale_model
+from nanorun.model.attention import choose_backends
+from nanorun.model.gpt import build
+from nanorun.optim import schedules
+from nanorun.optim.groups import group_parameters
+from nanorun.optim.optimizer import Optimizer
+from nanorun.train.micro import Launched, Replayed
+
+CUDA = torch.device("cuda")
+TOKENS = torch.randint(0, 500, (6, 4, 257), generator=torch.Generator().manual_seed(2)).cuda()
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_others():
+    torch._dynamo.reset()
+
+
+def learn(steps, replayed, compile_it=True, **changes):
+    """Losses and final weights of a tiny model: three micro-batches a step, the last step's of other rows."""
+    config = scale_model(2, 500, context=256, dim=128, heads=1, kv_heads=1, short_window=64, **changes)
+    backends = choose_backends(config, CUDA, compiled=compile_it)
+    model = build(config, CUDA, torch.bfloat16, backends, seed=3)
+    forward = compiled(model) if compile_it else model
+    optim = replace(OptimConfig(), warmup_steps=2)
+    optimizer = Optimizer(group_parameters(model.named_parameters(), optim), optim, compiled=False)
+    micro = Replayed(forward, optimizer.params) if replayed else Launched(forward)
+    losses = []
+    for step in range(steps):
+        rows = 2 if step == steps - 1 else 4
+        batches = [TOKENS[(step + i) % len(TOKENS), :rows] for i in range(3)]
+        trained = sum(batch[:, 1:].numel() for batch in batches)
+        total = torch.zeros((), device=CUDA)
+        for batch in batches:
+            total += micro(batch[:, :-1].int(), batch[:, 1:], None, trained, 1.0)
+        optimizer.step(schedules.rates(step, steps, optim))
+        optimizer.zero_grad(keep_buffers=micro.keeps_gradients)
+        model.renew()
+        losses.append(total.item())
+    return losses, [p.detach().clone() for p in model.parameters()], micro
+
+
+@pytest.mark.parametrize("changes", [{}, {"fp8": "all"}], ids=str)
+def test_replayed_steps_are_the_launched_ones(changes):
+    plain, weights, _ = learn(6, replayed=False, **changes)
+    again, replayed_weights, micro = learn(6, replayed=True, **changes)
+    assert micro.graph is not None
+    assert micro.launched == 2 + 3, "two before recording, three of another shape"
+    assert again == pytest.approx(plain, abs=2e-3), "embedding gradients are added in any order"
+    for one, other in zip(weights, replayed_weights, strict=True):
+        assert (one - other).norm() <= 0.02 * one.norm() + 1e-4
+
+
+def test_with_deterministic_algorithms_replayed_bits_are_the_launched_ones():
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain, weights, _ = learn(5, replayed=False)
+        again, replayed_weights, micro = learn(5, replayed=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert micro.graph is not None
+    assert again == plain
+    assert all(torch.equal(one, other) for one, other in zip(weights, replayed_weights, strict=True))
+
+
+def test_what_cannot_be_recorded_is_launched(capsys):
+    weight = torch.nn.Parameter(torch.ones(3, device=CUDA))
+
+    def forward(inputs, targets):
+        assert inputs.sum().item() == 6  # waits for the device, which no graph can hold
+        return (weight * inputs).sum() + 0 * targets.sum()
+
+    micro = Replayed(forward, [weight])
+    inputs, targets = torch.tensor([1.0, 2.0, 3.0], device=CUDA), torch.zeros(1, device=CUDA)
+    for _ in range(4):
+        assert micro(inputs, targets, None, 2, 1.0).item() == 3.0
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 4.0, 6.0]
+    assert micro.graph is None
+    assert micro.launched == 4
+    assert "without a CUDA graph" in capsys.readouterr().err
