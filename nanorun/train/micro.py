@@ -67,7 +67,7 @@ class Replayed:
     def __call__(
         self, inputs: Tensor, targets: Tensor, docs: Tensor | None, trained: int, scale: float
     ) -> Tensor:
-        given = [x for x in (inputs, targets, docs) if x is not None]
+        given = [x.contiguous() for x in (inputs, targets, docs) if x is not None]
         self.trained.fill_(trained)
         self.scale.fill_(scale)
         if self.graph is None and self.possible and self.launched >= LAUNCHED_FIRST:
@@ -96,6 +96,9 @@ class Replayed:
             raise
         except RuntimeError as error:
             self.possible = False
+            # A recording that broke off leaves torch's random numbers waiting for its end.
+            dice = torch.cuda.default_generators[self.trained.device.index or 0]
+            dice.graphsafe_set_state(dice.clone_state())
             say(f"training goes on without a CUDA graph: {str(error).splitlines()[0]}")
         else:
             self.graph = graph
