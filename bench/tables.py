@@ -209,6 +209,25 @@ def core_speed(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{about}. {same} {footer(result)}"
 
 
+def core(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            task["name"],
+            task["shots"],
+            f"{task['examples']:,}",
+            f"{100 * task['accuracy']:.1f} ± {100 * task['standard_error']:.1f}",
+            f"{task['centred']:.3f}",
+            f"{task['seconds']:.1f}",
+        ]
+        for task in result["tasks"].values()
+    ]
+    total = f"**{result['core']:.4f} ± {result['core_standard_error']:.4f}**"
+    rows.append(["**CORE**", "", f"{result['examples']:,}", "", total, f"{result['seconds']:.1f}"])
+    table = markdown(["task", "shots", "examples", "% right", "centred", "seconds"], rows)
+    speed = f"{result['examples_per_s']:,.0f} examples/s, {result['tokens_per_s']:,.0f} tokens/s."
+    return "\n\n".join([table, f"{speed} {footer(result)}"])
+
+
 def infer(*results: dict[str, Any]) -> str:
     """One table for each way to decode: a column a way where there are several."""
     if len(results) == 1:
@@ -240,9 +259,7 @@ def infer(*results: dict[str, Any]) -> str:
     )
     bits = next((result for result in results if "bpb_int8" in result), None)
     lost = f" int8 takes the bits per byte from {bits['bpb']:.5f} to {bits['bpb_int8']:.5f}." if bits else ""
-    commands = "; ".join(f"`{result['command']}`" for result in results)
-    where = footer(results[0]).split(", by ")[0]
-    return f"{rows}\n\nThe trained {results[0]['model']}.{lost} {where}, by {commands}."
+    return f"{rows}\n\nThe trained {results[0]['model']}.{lost} {footer(*results)}"
 
 
 def _way(result: dict[str, Any]) -> str:
@@ -274,6 +291,25 @@ def base_run(result: dict[str, Any]) -> str:
     return "\n\n".join([rows, footer(result), *said])
 
 
+def rl_run(result: dict[str, Any]) -> str:
+    before = result["before"]
+    names = ["val_reward", *(f"val_reward_{task}" for task in result["tasks"])]
+    names += [name for name in before if name.startswith("val_pass@") and name != "val_pass@1"]
+    rows = markdown(
+        ["held-out problems", "before", f"after {result['steps']} steps"],
+        [
+            [name.removeprefix("val_").replace("_", ", "), f"{before[name]:.3f}", f"{result[name]:.3f}"]
+            for name in names
+        ],
+    )
+    spent = (
+        f"{result['tokens']:,} tokens of replies, {result['seconds'] / 60:.1f} minutes, "
+        f"{result['peak_gib']:.1f} GiB; {result['eval_problems']} problems, "
+        f"{result['samples_each']} samples of each."
+    )
+    return "\n\n".join([rows, f"{spent} {footer(result)}"])
+
+
 def _quoted(text: str) -> str:
     return text.replace("*", "\\*").replace("<", "&lt;").replace("\n", "\n> ")
 
@@ -297,9 +333,7 @@ def chat(*results: dict[str, Any]) -> str:
         ["**ChatCORE**", *(percent(r["chatcore"], r["chatcore_low"], r["chatcore_high"]) for r in results)]
     )
     table = markdown(["% right (95% interval)", *(result["model"] for result in results)], rows)
-    commands = "; ".join(f"`{result['command']}`" for result in results)
-    where = footer(results[0]).split(", by ")[0]
-    return f"{table}\n\n{where}, by {commands}."
+    return f"{table}\n\n{footer(*results)}"
 
 
 def speedrun(result: dict[str, Any]) -> str:
@@ -342,19 +376,27 @@ def serve(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{said}\n\nThe model: {result['model']}. {footer(result)}"
 
 
-def footer(result: dict[str, Any]) -> str:
-    where = f"{result['device']}, {result['cores']} cores, torch {result['torch']}"
-    return f"Measured {result['date']} on {where}, at {result['commit']}, by `{result['command']}`."
+def footer(*results: dict[str, Any]) -> str:
+    """Where and by what it was measured; of several results of one machine, each command with its commit."""
+    first = results[0]
+    where = f"{first['device']}, {first['cores']} cores, torch {first['torch']}"
+    if len({result["commit"] for result in results}) == 1:
+        commands = "; ".join(f"`{result['command']}`" for result in results)
+        return f"Measured {first['date']} on {where}, at {first['commit']}, by {commands}."
+    each = "; ".join(f"at {result['commit']} by `{result['command']}`" for result in results)
+    return f"Measured {first['date']} on {where}, {each}."
 
 
 TABLES: dict[str, Callable[..., str]] = {
     "base run": base_run,
     "budget": budget,
     "chat": chat,
+    "core": core,
     "core speed": core_speed,
     "infer": infer,
     "levers": levers,
     "loader": loader,
+    "rl run": rl_run,
     "same loss": same_loss,
     "serve": serve,
     "sft run": base_run,
