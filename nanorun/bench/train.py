@@ -43,7 +43,9 @@ def bench_train(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         say("once more in a fresh process, with warm compile caches")
-        result["first_step_warm_s"] = _first_step_elsewhere(config, options)
+        warm = _first_step_elsewhere(config, options)
+        result["first_step_warm_s"] = warm["total"] if warm is not None else None
+        result["warm_start"] = warm
     return result
 
 
@@ -102,19 +104,34 @@ def empty_caches() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _first_step_elsewhere(config: Config, options: Options) -> float | None:
-    """Seconds from a fresh process's start of assembling to the end of its first step; None when it fails."""
+def _first_step_elsewhere(config: Config, options: Options) -> dict[str, float] | None:
+    """Seconds from a fresh process's start of assembling to the end of its first step, and what they went to; None
+    when it fails."""
     code = "import json, sys; from nanorun.bench.train import first_step; first_step(json.load(sys.stdin))"
     asked = json.dumps({"config": config.to_dict(), "options": asdict(options)})
     child = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True)
-    return float(child.stdout.split()[-1]) if child.returncode == 0 else None
+    if child.returncode != 0:
+        return None
+    took: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
+    return took
 
 
 def first_step(asked: dict[str, Any]) -> None:
     config, options = Config.from_dict(asked["config"]), Options(**asked["options"])
-    begin = time.perf_counter()
+    marks = [time.perf_counter()]
+
+    def mark(tokens: int = 0) -> None:
+        marks.append(time.perf_counter())
+
     with tempfile.TemporaryDirectory() as folder:
         training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
+        mark()
+        training.pulse = mark  # after each micro-batch: the first compiles, and the host waits for that
         with training.loader:
             loop.train_step(training)
-    print(round(time.perf_counter() - begin, 1))
+        mark()
+    steps = {"assemble": marks[1], "first_micro": marks[2], "other_micros": marks[-2], "update": marks[-1]}
+    before, took = marks[0], {}
+    for name, at in steps.items():
+        took[name], before = round(at - before, 1), at
+    print(json.dumps({"total": round(marks[-1] - marks[0], 1), **took}))
