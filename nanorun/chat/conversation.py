@@ -70,6 +70,7 @@ class Speaker:
                     f"'{options.draft}' reads with the tokenizer '{its.tokenizer}' and '{self.name}' with "
                     f"'{config.tokenizer}': a model can only guess for one that shares its tokenizer."
                 )
+        self.tokenizer_name = config.tokenizer
         self.tokenizer = tokenizer = open_tokenizer(config.tokenizer)
         settings = Settings(options.slots, options.max_queue, int8=options.int8, speculate=options.speculate)
         self.engines = [

@@ -127,6 +127,11 @@ class Engine:
         self._workers: ThreadPoolExecutor | None = None
 
     @property
+    def slots(self) -> int:
+        """Texts that it can write at a time."""
+        return self.settings.slots
+
+    @property
     def stats(self) -> Stats:
         return self._scheduler.stats
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanorun.infer.request import Event, Finish, Logprobs, Reply, Request
 from nanorun.infer.slots import Slot
-from nanorun.text.stream import StreamDecoder
+from nanorun.text.stream import StreamDecoder, overlap
 from nanorun.text.tokenizer import Tokenizer
 
 NO_LOGPROBS = Logprobs(0.0, 0.0)  # of a forced token
@@ -41,11 +41,6 @@ class TextStream:
         """What was held back in vain. A character that never became whole is left out."""
         held, self._held = self._held, ""
         return held
-
-
-def overlap(text: str, stop: str) -> int:
-    """The longest end of the text that a stop string, not yet whole, begins with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -9,13 +9,13 @@
 
 A request goes through guard.py (host, key, size), schema.py (its fields), desk.py (room for it), prompts.py
 (its tokens) and answer.py (what comes back). Nothing on the way blocks the event loop: long prompts are
-encoded in a thread, and the model has its own.
+encoded in a thread, and each engine has a process of its own (remote.py).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from anyio.to_thread import run_sync
 from fastapi import Body, FastAPI, Request
@@ -25,11 +25,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
 from nanorun import __version__
-from nanorun.chat.conversation import Speaker
 from nanorun.errors import UserError
 from nanorun.infer import request as infer
 from nanorun.serve.answer import Answer, Order
-from nanorun.serve.desk import Desk
+from nanorun.serve.desk import Desk, Writer
 from nanorun.serve.errors import ApiError, from_validation
 from nanorun.serve.guard import Guard
 from nanorun.serve.metrics import CONTENT_TYPE, Metrics
@@ -37,6 +36,7 @@ from nanorun.serve.options import Options
 from nanorun.serve.prompts import Prompts
 from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation
 from nanorun.serve.suggestions import suggest
+from nanorun.text.tokenizer import Tokenizer
 
 WEB = Path(__file__).parent / "web"
 LEFT_OUT = "nanorun-left-out"  # how many of the oldest messages did not fit
@@ -71,6 +71,24 @@ _ERROR_SCHEMA = {
 }
 
 
+class Speaker(Protocol):
+    """What the server needs of a model: conversation.Speaker has it, and remote.RemoteSpeaker."""
+
+    name: str
+    step: int
+    chats: bool
+    parameters: int
+    data: str
+    stop_ids: list[int]
+    tool_name: str | None
+    tokenizer: Tokenizer
+
+    @property
+    def tool(self) -> Callable[[], infer.Tool] | None: ...
+    @property
+    def engines(self) -> Sequence[Writer]: ...
+
+
 class Service:
     """One model behind the routes."""
 
@@ -78,7 +96,7 @@ class Service:
         self.speaker, self.options, self.limits = speaker, options, options.limits
         self.metrics = Metrics()
         self.desk = Desk(speaker.engines, options.limits.queue, self.metrics)
-        self.prompts = Prompts(speaker.tokenizer, speaker.engine.context)
+        self.prompts = Prompts(speaker.tokenizer, speaker.engines[0].context)
         self.created = int(time.time())
         self.fingerprint = f"nanorun-{__version__}-step-{speaker.step}"
         special = speaker.tokenizer.special
@@ -144,7 +162,7 @@ class Service:
             "step": speaker.step,
             "tool": speaker.tool_name,
             "sampling": {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")},
-            "suggestions": suggest(speaker),
+            "suggestions": suggest(speaker.data, speaker.chats),
         }
         return {**card, "nanorun": described}
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanorun.infer.progress import overlap
 from nanorun.infer.request import Event, Logprobs, Reply
 from nanorun.text.chat import ReplyStream, join_pieces
+from nanorun.text.stream import overlap
 from nanorun.text.tokenizer import Tokenizer
 
 Piece = tuple[str, str]  # kind of part, text

@@ -1,9 +1,9 @@
 """The desk: takes requests to the engine that has least to do, and brings what it writes back to the event loop.
 
-Engines write in threads of their own. What they say goes through one mailbox, which wakes the loop once for
-all that has gathered since it last looked, not once a token. Each request has a `Delivery`, where its events
-wait until somebody sends them on. A reader who takes them slowly finds more of them at once; the engine does
-not notice. What can gather is bounded by the tokens of the answer.
+Engines write in processes of their own (remote.py), or in threads. What they say goes through one mailbox, which
+wakes the loop once for all that has gathered since it last looked, not once a token. Each request has a
+`Delivery`, where its events wait until somebody sends them on. A reader who takes them slowly finds more of them
+at once; the engine does not notice. What can gather is bounded by the tokens of the answer.
 
     admit     reserves room for samples, or says 429
     deliver   submits, after which events arrive
@@ -16,10 +16,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-from nanorun.infer.engine import Engine, Event, Handle, Request
-from nanorun.serve.errors import ApiError
+from nanorun.infer.request import Event, Request
+from nanorun.serve.errors import ApiError, engine_failed
 from nanorun.serve.metrics import Metrics
 
 Arrival = tuple[int, Event | BaseException]  # the number of the request in its delivery, what happened
@@ -27,10 +28,28 @@ Arrival = tuple[int, Event | BaseException]  # the number of the request in its 
 WRITES_PER_S = 1_000  # of all streams together; a token then waits a little for the next, if many write
 
 
+class Handle(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Writer(Protocol):
+    """What the desk needs of an engine, wherever it is."""
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def broken(self) -> bool: ...
+    @property
+    def occupancy(self) -> tuple[int, int]: ...
+    @property
+    def context(self) -> int: ...
+    def submit(self, request: Request, listener: Callable[[Event | BaseException], None]) -> Handle: ...
+
+
 class Desk:
-    def __init__(self, engines: Sequence[Engine], max_queue: int, metrics: Metrics) -> None:
+    def __init__(self, engines: Sequence[Writer], max_queue: int, metrics: Metrics) -> None:
         self.engines, self.metrics = engines, metrics
-        self.slots = sum(engine.settings.slots for engine in engines)
+        self.slots = sum(engine.slots for engine in engines)
         self.most = self.slots + max_queue
         self.draining = False
         self.streams = 0  # being sent
@@ -51,7 +70,10 @@ class Desk:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(self._retry_after(load))},
             )
-        number = min(self._loads, key=lambda number: self._loads[number])
+        whole = [number for number, engine in enumerate(self.engines) if not engine.broken]
+        if not whole:
+            raise engine_failed()
+        number = min(whole, key=lambda number: self._loads[number])
         self._loads[number] += samples
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
@@ -115,7 +137,7 @@ class Delivery:
         self._taken_at = 0.0
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Writer:
         return self._desk.engines[self._number]
 
     def deliver(self, requests: Sequence[Request], *, whole: bool) -> None:

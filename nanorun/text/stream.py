@@ -22,3 +22,8 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character. Ready for another text."""
         return self._decoder.decode(b"", final=True)
+
+
+def overlap(text: str, stop: str) -> int:
+    """The longest end of the text that a stop string, not yet whole, begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
