@@ -134,7 +134,9 @@ class Delivery:
         self._handles: list[Handle] = []
         self._arrived: list[Arrival] = []
         self._ready = asyncio.Event()
-        self._taken_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0  # when what arrives may be taken
+        self._timer: asyncio.TimerHandle | None = None  # says so
 
     @property
     def engine(self) -> Writer:
@@ -155,18 +157,24 @@ class Delivery:
         if isinstance(event, Event) and event.reply is not None:
             self._count(event)
         self._arrived.append(arrival)
-        self._ready.set()
+        if not self._left or isinstance(event, BaseException) or self._loop.time() >= self._due:
+            self._ready.set()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._due, self._ready.set)
 
     async def take(self, patience: float) -> list[Arrival]:
-        """All that has arrived, at least something; nothing after `patience` seconds."""
+        """All that has arrived, at least something; nothing after `patience` seconds.
+
+        What ends an answer is taken at once, the rest after the pause that many streams need.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await self._ready.wait()
-        rest = self._taken_at + self._desk.pause - time.perf_counter()
-        if self._left and rest > 0.001:
-            await asyncio.sleep(rest)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._ready.clear()
-        self._taken_at = time.perf_counter()
+        self._due = self._loop.time() + self._desk.pause
         arrived, self._arrived = self._arrived, []
         return arrived
 
