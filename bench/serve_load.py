@@ -3,7 +3,8 @@
 Two measurements on one model, in one run:
 
 1. Throughput with 1, 8 and 64 clients that each ask again as soon as they have their answer: the engine alone in
-   this process, without anybody watching its tokens, and the server, each client reading a stream, by turns.
+   this process, without anybody watching its tokens, and the server, each client reading a stream, by turns,
+   three times. The share is the median of the three, since whatever else runs meets one turn or the other.
 2. Abuse, for a minute: 64 streams at a time, a third of them left midway; beside them broken bodies, bodies of ten
    megabytes, conversations of 2,000 messages, readers that take a byte a second, requests made up from the
    OpenAPI schema (by schemathesis, where it is installed), and somebody who asks /health four times a second.
@@ -27,6 +28,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from nanorun.bench.record import keep, record
@@ -206,7 +208,9 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
             status, _ = await load.get("/health")
             healthy.append(time.perf_counter() - begun)
             load.seen[f"health {status}"] += 1
-            memory.append(await load.metric("process_resident_memory_bytes") / 2**20)
+            parts = ("process", "nanorun_engines")
+            resident = [await load.metric(f"{part}_resident_memory_bytes") for part in parts]
+            memory.append(sum(resident) / 2**20)
             await asyncio.sleep(0.25)
 
     load.seen.clear()
@@ -238,6 +242,14 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def _row(clients: int, turns: list[tuple[float, float]]) -> dict[str, Any]:
+    """Of turns of the engine and the server."""
+    shares = [server / engine for engine, server in turns]
+    engine, server = (round(median(rates), 1) for rates in zip(*turns, strict=True))
+    share, all_shares = round(median(shares), 3), [round(share, 3) for share in shares]
+    return {"clients": clients, "engine": engine, "server": server, "share": share, "shares": all_shares}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="a run (default: the newest chat model, else base model)")
@@ -245,6 +257,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each throughput")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
     parser.add_argument("--abuse", type=float, default=60.0, help="seconds of it")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
@@ -252,7 +265,7 @@ def main() -> None:
 
     command = [sys.executable, "-m", "nanorun", "serve", "--port", "0", "--queue", "1024", "--gpus", "1"]
     command += ["--tools", "none", "--slots", str(args.slots), *(["--model", name] if name else [])]
-    engine, served = list[float](), list[float]()
+    rows: list[dict[str, Any]] = []
     with (
         Speaker(Options(name, tools="none", slots=args.slots, max_queue=1024)) as speaker,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as server,
@@ -263,18 +276,20 @@ def main() -> None:
             load = Load(port, args.tokens)
             bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
             asyncio.run(load.clients(max(counts), 2.0))
-            for count in counts:  # by turns, so that both meet the same machine
-                engine.append(bare(speaker, count, args.seconds, args.tokens))
-                served.append(asyncio.run(load.clients(count, args.seconds)))
+            for count in counts:
+                turns = [
+                    (
+                        bare(speaker, count, args.seconds, args.tokens),
+                        asyncio.run(load.clients(count, args.seconds)),
+                    )
+                    for _ in range(args.rounds)
+                ]
+                rows.append(_row(count, turns))
             abused = asyncio.run(abuse(load, max(counts), args.abuse)) if args.abuse else None
         finally:
             server.send_signal(signal.SIGTERM)
             code = server.wait(60)
 
-    rows = [
-        {"clients": count, "engine": round(a, 1), "server": round(b, 1), "share": round(b / a, 3)}
-        for count, a, b in zip(counts, engine, served, strict=True)
-    ]
     print("clients   engine tok/s   server tok/s   share")
     for row in rows:
         print(f"{row['clients']:7d} {row['engine']:14,.0f} {row['server']:14,.0f} {row['share']:7.0%}")

@@ -147,6 +147,11 @@ class Engine:
             return self._scheduler.busy_slots, self._submitted + self._queued
 
     @property
+    def resident_bytes(self) -> float:
+        """Of a process of its own, which it has not."""
+        return 0.0
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes."""
         weights, caches = zip(*self._scheduler.readers, strict=True)

@@ -43,6 +43,8 @@ class Writer(Protocol):
     def occupancy(self) -> tuple[int, int]: ...
     @property
     def context(self) -> int: ...
+    @property
+    def resident_bytes(self) -> float: ...
     def submit(self, request: Request, listener: Callable[[Event | BaseException], None]) -> Handle: ...
 
 
@@ -94,6 +96,10 @@ class Desk:
             "nanorun_slots_busy": ("Texts that are being written.", sum(busy for busy, _ in loads)),
             "nanorun_queue": ("Samples that wait for a slot.", sum(waiting for _, waiting in loads)),
             "nanorun_reserved": ("Samples that were taken on.", sum(self._loads.values())),
+            "nanorun_engines_resident_memory_bytes": (
+                "Memory of the engines' processes.",
+                sum(engine.resident_bytes for engine in self.engines),
+            ),
             "nanorun_draining": ("1 while shutting down.", int(self.draining)),
         }
 

@@ -80,5 +80,5 @@ def resident(pid: int | str = "self") -> float:
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
+    except OSError:  # not Linux, or no longer there
         return 0

@@ -29,6 +29,7 @@ from nanorun.errors import UserError
 from nanorun.infer.request import Event, Request, Sampling
 from nanorun.serve import wire
 from nanorun.serve.errors import engine_failed
+from nanorun.serve.metrics import resident
 from nanorun.serve.options import Options
 from nanorun.text.store import open_tokenizer
 
@@ -125,9 +126,8 @@ class RemoteEngine(asyncio.Protocol):
 
     @property
     def resident_bytes(self) -> float:
-        from nanorun.serve.metrics import resident
-
-        return resident(self.process.pid) if self.process.poll() is None else 0
+        """Of its process."""
+        return resident(self.process.pid) if not self.broken else 0
 
     # -- the event loop ------------------------------------------------------------------------------
 
