@@ -69,7 +69,7 @@ class RemoteEngine(asyncio.Protocol):
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # ours is for the address
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # a terminal's Ctrl-C is for the server alone
+                start_new_session=True,  # a terminal's Ctrl-C is for the server alone
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": _visible(gpu)} if gpu else None,
             )
         with contextlib.suppress(ConnectionError):  # it is dead: `ready` says so
