@@ -86,7 +86,7 @@ class Desk:
 
     @property
     def pause(self) -> float:
-        """Seconds between two writes of one stream, so that the loop does not fight the engines for Python."""
+        """Seconds between two writes of one stream: what all of them cost is bounded, however many there are."""
         return self.streams / WRITES_PER_S
 
     def gauges(self) -> dict[str, tuple[str, float]]:
