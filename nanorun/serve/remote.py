@@ -74,7 +74,7 @@ class RemoteEngine(asyncio.Protocol):
             )
         with contextlib.suppress(ConnectionError):  # it is dead: `ready` says so
             self._socket.sendall(wire.pack(wanted))
-        self.broken = False
+        self.broken, self._ready = False, False
         self.occupancy = (0, 0)  # samples that have a slot, and samples that wait for one
         self._handles: dict[int, RemoteHandle] = {}
         self._keys = itertools.count(1)
@@ -91,6 +91,7 @@ class RemoteEngine(asyncio.Protocol):
         if "problem" in hello:
             raise UserError(hello["problem"])
         self.slots, self.context, self.vocab_size = hello["slots"], hello["context"], hello["vocab_size"]
+        self._ready = True
         return hello
 
     async def connect(self) -> None:
@@ -118,6 +119,8 @@ class RemoteEngine(asyncio.Protocol):
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if not self._ready:  # while it loads, it does not listen
+            self.process.kill()
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:

@@ -35,6 +35,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the sandbox's programs would inherit
     if sys.platform == "linux":
+        # When the thread that started this ends: the server's main thread.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)

@@ -19,6 +19,7 @@ from talkers import HI, byte_tokenizer
 from nanorun.chat import conversation
 from nanorun.errors import UserError
 from nanorun.infer.request import Request, Sampling
+from nanorun.serve.app import Service, build
 from nanorun.serve.options import Options
 from nanorun.serve.remote import RemoteEngine, RemoteSpeaker
 from nanorun.text.chat import render_prompt
@@ -186,6 +187,51 @@ def test_signals_are_the_servers_business(trained):
         assert server.ask().json()["choices"][0]["message"]["content"] == HI
         assert server.stop() == 0
         assert gone(engine)
+
+
+@linux
+def test_an_interrupted_start_ends_at_once_and_leaves_nothing(trained):
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanorun", "serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "NANORUN_HOME": str(trained)},
+    ) as server:
+        try:
+            assert server.stderr.readline() == "Loading the model ...\n"
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+            wait_until(lambda: children.read_text())
+            (engine,) = map(int, children.read_text().split())
+            server.send_signal(signal.SIGINT)
+            assert server.wait(4) == 130
+            assert gone(engine)
+            assert "Traceback" not in server.stderr.read()
+        finally:
+            server.kill()
+
+
+def test_requests_go_to_the_engines_that_are_left(remote):
+    wanted = {"options": {"model": remote.name}, "slots": 2, "samplings": []}
+    remote.engines.append(RemoteEngine(wanted))
+    remote.engines[1].ready()
+    service = Service(remote, Options())
+    asked = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+
+    async def talk():
+        await remote.connect()
+        remote.engines[0].process.kill()
+        async with asyncio.timeout(30):
+            while not remote.engines[0].broken:
+                await asyncio.sleep(0.01)
+        transport = httpx.ASGITransport(build(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
+            return await asyncio.gather(*(http.post(CHAT, json=asked) for _ in range(4)))
+
+    answers = [answer.json() for answer in asyncio.run(talk())]
+    assert [answer["choices"][0]["message"]["content"] for answer in answers] == [HI] * 4
+    assert service.health()[0] == 503
 
 
 def serve(home, *args):
