@@ -20,8 +20,10 @@ import itertools
 import json
 import os
 import re
+import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -75,8 +77,56 @@ def bare(speaker: Speaker, clients: int, seconds: float, tokens: int) -> float:
     return written["tokens"] / (time.perf_counter() - begun)
 
 
+def served(port: int, clients: int, seconds: float, tokens: int) -> float:
+    """Tokens a second through the server.
+
+    The clients share the machine with what they measure, so they do nothing but read: one thread, a connection
+    each that is kept, as OpenAI's client keeps it. What they were sent is looked at when the clock has stopped.
+    """
+    numbers, answers = itertools.count(), list[bytes]()
+    begun = time.perf_counter()
+    with selectors.DefaultSelector() as selector:
+        for _ in range(clients):
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(stream_request(next(numbers), tokens))
+            selector.register(connection, selectors.EVENT_READ, list[bytes]())
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection, parts = key.fileobj, key.data
+                assert isinstance(connection, socket.socket)
+                parts.append(connection.recv(65536))
+                if parts[-1] and not b"".join(parts[-2:]).endswith(b"\r\n0\r\n\r\n"):
+                    continue
+                answers.append(b"".join(parts))
+                parts.clear()
+                if time.perf_counter() < begun + seconds:
+                    connection.sendall(stream_request(next(numbers), tokens))
+                else:
+                    selector.unregister(connection)
+                    connection.close()
+    seconds = time.perf_counter() - begun
+    return sum(map(tokens_of, answers)) / seconds
+
+
+def stream_request(number: int, tokens: int, more: str = "") -> bytes:
+    asked = {"prompt": prompt(number), "max_tokens": tokens, "stream": True}
+    asked |= {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k}
+    body = json.dumps({**asked, "stream_options": {"include_usage": True}})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}{more}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def tokens_of(answer: bytes) -> int:
+    """Of a whole answer, as it was sent."""
+    *chunks, last, done = re.findall(rb"data: (.*)\n", answer)
+    text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+    assert done == b"[DONE]"
+    assert text
+    return json.loads(last)["usage"]["completion_tokens"]
+
+
 class Load:
-    """Clients on plain sockets: they must cost less than what they measure."""
+    """Clients of the minute of abuse."""
 
     def __init__(self, port: int, tokens: int) -> None:
         self.port, self.tokens = port, tokens
@@ -84,14 +134,10 @@ class Load:
         self.first: list[float] = []
 
     async def ask(self, leave_after: int | None = None) -> None:
-        asked = {"prompt": prompt(next(self.numbers)), "max_tokens": self.tokens, "stream": True}
-        asked |= {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k}
-        body = json.dumps({**asked, "stream_options": {"include_usage": True}})
         begun = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            writer.write(stream_request(next(self.numbers), self.tokens, "Connection: close\r\n"))
             status = (await reader.readline()).split()[1].decode()
             data, chunks = b"", 0
             while part := await reader.read(65536):
@@ -127,11 +173,8 @@ class Load:
 
     async def read_slowly(self, until: float) -> None:
         """A stream of which a byte a second is taken."""
-        asked = {"prompt": prompt(next(self.numbers)), "max_tokens": self.tokens, "stream": True}
-        body = json.dumps(asked)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        writer.write(stream_request(next(self.numbers), self.tokens))
         while time.perf_counter() < until and await reader.read(1):
             await asyncio.sleep(1)
         self.seen["read slowly"] += 1
@@ -275,12 +318,12 @@ def main() -> None:
             port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
             load = Load(port, args.tokens)
             bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
-            asyncio.run(load.clients(max(counts), 2.0))
+            served(port, max(counts), 2.0, args.tokens)
             for count in counts:
                 turns = [
                     (
                         bare(speaker, count, args.seconds, args.tokens),
-                        asyncio.run(load.clients(count, args.seconds)),
+                        served(port, count, args.seconds, args.tokens),
                     )
                     for _ in range(args.rounds)
                 ]
