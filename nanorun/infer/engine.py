@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from nanorun.errors import UserError
+from nanorun.hardware import keep_freed_memory
 from nanorun.infer.forward import Decoder
 from nanorun.infer.progress import Progress
 from nanorun.infer.request import MOST_TOP_LOGPROBS, Event, Logprobs, Reply, Request, Sampling, Tool
@@ -123,6 +124,8 @@ class Engine:
         self._submitted, self._queued = 0, 0  # samples in the inbox; those that then waited for a slot
         self._failure: BaseException | None = None
         self._threads = torch.get_num_threads(), self._own_threads()
+        if self._scheduler.weights.device.type == "cpu":
+            keep_freed_memory()
         self._thread: threading.Thread | None = None
         self._workers: ThreadPoolExecutor | None = None
 
