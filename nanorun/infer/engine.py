@@ -95,7 +95,7 @@ class _Inbox:
 
     requests: list[Handle] = field(default_factory=list)
     answers: list[tuple[Progress, list[int] | BaseException]] = field(default_factory=list)
-    tasks: list[Callable[[], None]] = field(default_factory=list)
+    tasks: list[Callable[[BaseException | None], None]] = field(default_factory=list)  # told why not, if so
     cancelled: bool = False  # look through the handles
 
     def __bool__(self) -> bool:
@@ -283,8 +283,10 @@ class Engine:
         """Runs a task in the engine's thread and waits for it."""
         done, problems = threading.Event(), list[BaseException]()
 
-        def run() -> None:
+        def run(problem: BaseException | None) -> None:
             try:
+                if problem is not None:
+                    raise problem
                 with torch.inference_mode():
                     task()
             except BaseException as error:
@@ -350,7 +352,7 @@ class Engine:
             else:
                 self._scheduler.answer(sample, tokens)
         for task in inbox.tasks:
-            task()
+            task(None)
         if inbox.cancelled:
             for sample in [s for s, handle in self._samples.items() if handle.cancelled]:
                 self._scheduler.cancel(sample)
@@ -403,4 +405,4 @@ class Engine:
         for handle in {*self._samples.values(), *waiting.requests}:
             handle.fail(error)
         for task in waiting.tasks:
-            task()
+            task(error)

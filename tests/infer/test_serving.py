@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from small_models import TEXT, grown, shape, some_prompts
@@ -171,7 +172,12 @@ def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
 
     with Engine(parrot, tokenizer, Settings(slots=1), decoder=out_of_memory) as engine:
         handles = [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]
+        warming = ThreadPoolExecutor(1).submit(engine.warm)
+        while not engine._inbox.tasks:
+            time.sleep(0.01)
         all_wait.set()
+        with pytest.raises(MemoryError, match="no room"):
+            warming.result(10)
         for handle in handles:
             with pytest.raises(MemoryError, match="no room"):
                 handle.result(10)
