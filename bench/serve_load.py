@@ -117,12 +117,13 @@ def stream_request(number: int, tokens: int, more: str = "") -> bytes:
 
 
 def tokens_of(answer: bytes) -> int:
-    """Of a whole answer, as it was sent."""
+    """Of a whole answer, as it was sent. Each but a last one that stops it and a piece of a character is text."""
     *chunks, last, done = re.findall(rb"data: (.*)\n", answer)
     text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
-    assert done == b"[DONE]"
-    assert text
-    return json.loads(last)["usage"]["completion_tokens"]
+    tokens: int = json.loads(last)["usage"]["completion_tokens"]
+    assert done == b"[DONE]", answer
+    assert len(text.encode()) >= tokens - 4, answer
+    return tokens
 
 
 class Load:
