@@ -130,11 +130,6 @@ class Engine:
         self._workers: ThreadPoolExecutor | None = None
 
     @property
-    def slots(self) -> int:
-        """Texts that it can write at a time."""
-        return self.settings.slots
-
-    @property
     def stats(self) -> Stats:
         return self._scheduler.stats
 
@@ -148,11 +143,6 @@ class Engine:
         """Samples that have a slot, and samples that wait for one."""
         with self._lock:
             return self._scheduler.busy_slots, self._submitted + self._queued
-
-    @property
-    def resident_bytes(self) -> float:
-        """Of a process of its own, which it has not."""
-        return 0.0
 
     @property
     def memory(self) -> dict[str, int]:

@@ -13,9 +13,9 @@ encoded in a thread, and each engine has a process of its own (remote.py).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
 from fastapi import Body, FastAPI, Request
@@ -28,15 +28,15 @@ from nanorun import __version__
 from nanorun.errors import UserError
 from nanorun.infer import request as infer
 from nanorun.serve.answer import Answer, Order
-from nanorun.serve.desk import Desk, Writer
+from nanorun.serve.desk import Desk
 from nanorun.serve.errors import ApiError, from_validation
 from nanorun.serve.guard import Guard
 from nanorun.serve.metrics import CONTENT_TYPE, Metrics
 from nanorun.serve.options import Options
 from nanorun.serve.prompts import Prompts
+from nanorun.serve.remote import RemoteSpeaker
 from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation
 from nanorun.serve.suggestions import suggest
-from nanorun.text.tokenizer import Tokenizer
 
 WEB = Path(__file__).parent / "web"
 LEFT_OUT = "nanorun-left-out"  # how many of the oldest messages did not fit
@@ -71,28 +71,10 @@ _ERROR_SCHEMA = {
 }
 
 
-class Speaker(Protocol):
-    """What the server needs of a model: conversation.Speaker has it, and remote.RemoteSpeaker."""
-
-    name: str
-    step: int
-    chats: bool
-    parameters: int
-    data: str
-    stop_ids: list[int]
-    tool_name: str | None
-    tokenizer: Tokenizer
-
-    @property
-    def tool(self) -> Callable[[], infer.Tool] | None: ...
-    @property
-    def engines(self) -> Sequence[Writer]: ...
-
-
 class Service:
     """One model behind the routes."""
 
-    def __init__(self, speaker: Speaker, options: Options) -> None:
+    def __init__(self, speaker: RemoteSpeaker, options: Options) -> None:
         self.speaker, self.options, self.limits = speaker, options, options.limits
         self.metrics = Metrics()
         self.desk = Desk(speaker.engines, options.limits.queue, self.metrics)

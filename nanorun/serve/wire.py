@@ -69,9 +69,10 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def pack_request(request: Request) -> tuple[Any, ...]:
+def pack_request(request: Request, whole: bool) -> tuple[Any, ...]:
     """A tool is code, and stays: only whether it may be called is said."""
     return (
+        whole,
         list(request.prompt),
         pack_sampling(request.sampling),
         request.max_tokens,
@@ -83,9 +84,9 @@ def pack_request(request: Request) -> tuple[Any, ...]:
     )
 
 
-def unpack_request(packed: tuple[Any, ...], tool: Callable[[], Tool] | None) -> Request:
-    prompt, sampling, max_tokens, stop_ids, stop, samples, logprobs, calls = packed
-    return Request(
+def unpack_request(packed: tuple[Any, ...], tool: Callable[[], Tool] | None) -> tuple[bool, Request]:
+    whole, prompt, sampling, max_tokens, stop_ids, stop, samples, logprobs, calls = packed
+    return whole, Request(
         prompt, Sampling(*sampling), max_tokens, stop_ids, stop, samples, logprobs, tool if calls else None
     )
 

@@ -1,8 +1,11 @@
 """An engine in a process of its own, at the other end of `remote.py`'s socket.
 
 Beside the engine's thread there are two: this one reads what is asked, the other sends what was written, all
-that has gathered since it last sent. While the engine works it sends about once a step; what comes after a
-silence goes at once.
+that has gathered since it last sent.
+
+A token by itself costs the server and its client a write, a wake-up and a read. So a text says what is new of it
+a hundred times a second at most, and less often while many are written, all in the same step. Its first token
+and its end go at once.
 
 It lives no longer than the server: the socket's end ends it, and on Linux the kernel does, should Python be
 stuck. Signals are the server's business (Ctrl-C reaches a whole process group, and some supervisors stop all
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
     from nanorun.chat.conversation import Speaker
     from nanorun.infer.engine import Event, Handle
 
-LOOK_S = 0.02  # while slots are taken: how long the server may believe it when they no longer are
+EVENTS_PER_S = 1_280  # of all texts together: with 64 of them 20 of each
+LOOK_S = 0.05  # while slots are taken: how long the server may believe it when they no longer are
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,7 +76,8 @@ def _prepare(
     cuda = machine.device == "cuda"
     slots = slots or (64 if cuda else 8)
     try:
-        speaker = Speaker(Options(slots=slots, max_queue=2**31, **options))  # the desk refuses before
+        # The desk refuses what cannot wait.
+        speaker = Speaker(Options(slots=slots, max_queue=2**31, events_per_s=EVENTS_PER_S, **options))
         if cuda:
             sizes = [2**i for i in range(slots.bit_length()) if 2**i <= slots]
             speaker.engine.warm([*sizes, slots], [Sampling(*sampling) for sampling in samplings])
@@ -102,7 +107,8 @@ def _prepare(
 class Worker:
     def __init__(self, connection: socket.socket, speaker: "Speaker") -> None:
         self._connection, self._speaker, self._engine = connection, speaker, speaker.engine
-        self._written = queue.SimpleQueue[tuple[int, "Event | BaseException"]]()
+        # What was written, by key. None: nothing, but slots may have been taken.
+        self._written = queue.SimpleQueue["tuple[int, Event | BaseException] | None"]()
         self._lock = threading.Lock()
         self._asked: dict[int, list[Any]] = {}  # handle, samples that are not done
 
@@ -115,12 +121,15 @@ class Worker:
                     self._begin(key, request)
                 elif (found := self._asked.get(key)) is not None:
                     found[0].cancel()
+            self._written.put(None)
 
     def _begin(self, key: int, packed: tuple[Any, ...]) -> None:
-        def listen(event: "Event | BaseException") -> None:
-            self._written.put((key, event))
+        whole, request = wire.unpack_request(packed, self._speaker.tool)
 
-        request = wire.unpack_request(packed, self._speaker.tool)
+        def listen(event: "Event | BaseException") -> None:
+            if not whole or isinstance(event, BaseException) or event.reply is not None:
+                self._written.put((key, event))
+
         with self._lock:  # its last event may come before there is a handle to forget
             try:
                 handle: Handle = self._engine.submit(request, listen)
@@ -133,7 +142,7 @@ class Worker:
         told = (0, 0)
         try:
             while True:
-                written = self._gathered(LOOK_S if any(told) else None)
+                written = self._gathered(LOOK_S if self._asked or any(told) else None)
                 packed = [(key, self._packed(key, event)) for key, event in written]
                 now = self._engine.occupancy
                 if packed or now != told:
@@ -152,7 +161,7 @@ class Worker:
             gathered.append(self._written.get(timeout=patience))
             while True:
                 gathered.append(self._written.get_nowait())
-        return gathered
+        return [said for said in gathered if said is not None]
 
     def _packed(self, key: int, event: "Event | BaseException") -> tuple[Any, ...] | str:
         if isinstance(event, BaseException):

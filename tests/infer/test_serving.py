@@ -74,6 +74,26 @@ def test_what_may_become_a_stop_string_is_held_back_and_given_in_the_end(tokeniz
     assert stream.end() == "ab"
 
 
+@pytest.mark.parametrize("stop", [(), ("nothing like it",)])
+def test_spaced_events_say_the_same_and_the_first_token_comes_at_once(parrot, tokenizer, stop):
+    request = ask(tokenizer, max_tokens=60, logprobs=0, stop=stop)
+    told = []
+    for rate in (None, 1):
+        with Engine(parrot, tokenizer, Settings(events_per_s=rate)) as engine:
+            events = list(engine.events(request))
+        ids = [token_id for event in events for token_id in event.ids]
+        logprobs = [of for event in events for of in event.logprobs]
+        told.append((ids, logprobs, "".join(event.text for event in events)))
+        assert (ids, logprobs, told[-1][2]) == (
+            events[-1].reply.ids,
+            events[-1].reply.logprobs,
+            events[-1].reply.text,
+        )
+        assert len(events[0].ids) == 1
+        assert len(events) == 60 if rate is None else len(events) <= 4
+    assert told[0] == told[1]
+
+
 def test_a_stop_token_ends_the_reply_and_is_its_last_id(engine, tokenizer):
     space = ord(" ")
     reply = engine.generate([ask(tokenizer, stop_ids=[space])])[0]

@@ -83,14 +83,15 @@ def test_an_engine_elsewhere_says_what_one_here_says(remote):
         return [await all_events(remote.engines[0], request) for request in requests(remote)]
 
     def plain(said):
-        """Without what a clock has measured, and sample by sample: two samples may come in any order."""
-        timeless = [
-            event
-            if event.reply is None
-            else replace(event, reply=replace(event.reply, first_token_s=0, seconds=0))
-            for event in said
-        ]
-        return sorted(timeless, key=lambda event: event.sample)
+        """Sample by sample, without what a clock has measured or decided: an event holds one token or several."""
+        told = []
+        for sample in sorted({event.sample for event in said}):
+            events = [event for event in said if event.sample == sample]
+            ids = [(token_id, event.forced) for event in events for token_id in event.ids]
+            logprobs = [of for event in events for of in event.logprobs]
+            reply = replace(events[-1].reply, first_token_s=0, seconds=0)
+            told.append((ids, "".join(event.text for event in events), logprobs, reply))
+        return told
 
     elsewhere = asyncio.run(there())
     with conversation.Speaker(conversation.Options(slots=2)) as speaker:
