@@ -70,12 +70,12 @@ class Answer(Response):
         self._order, self._delivery, self._limits, self._metrics = order, delivery, limits, metrics
         self._tokenizer = tokenizer
         self._choices = [
-            Choice(tokenizer, request.stop, request.stop_ids, order.chat)
+            Choice(tokenizer, request.stop, request.stop_ids)
             for request in order.requests
             for _ in range(order.samples)
         ]
         self._replies: list[Reply | None] = [None] * len(self._choices)
-        self._offsets = [0] * len(self._choices)  # characters sent
+        self._offsets = [0] * len(self._choices)  # characters of tokens whose log-probabilities were told
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,7 +167,6 @@ class Answer(Response):
         if not self._order.chat:
             if not news.text and news.finish is None and not news.logprobs:
                 return []
-            self._offsets[at] += len(news.text)
             choice = {"text": news.text, "index": at, "logprobs": logprobs, "finish_reason": news.finish}
             return [choice]
         chunks = []
@@ -192,7 +191,9 @@ class Answer(Response):
             return None
         if self._order.chat:
             return chat_logprobs(self._tokenizer, news.logprobs)
-        return text_logprobs(self._tokenizer, news.logprobs, self._offsets[at])
+        told = text_logprobs(self._tokenizer, news.logprobs, self._offsets[at])
+        self._offsets[at] += sum(map(len, told["tokens"]))
+        return told
 
     def _usage(self) -> dict[str, Any]:
         replies = [reply for reply in self._replies if reply is not None]

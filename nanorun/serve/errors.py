@@ -61,8 +61,8 @@ def engine_failed() -> ApiError:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Of all that pydantic finds wrong, what is deepest in the request: other branches of a union say less."""
-    error = max(errors, key=lambda error: len(error["loc"]))
+    """Of all that pydantic finds wrong, what says most: other branches of a union fail higher up, or by the type."""
+    error = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     if error["type"] == "json_invalid":
         return ApiError(400, "The body of the request is not valid JSON.", code="invalid_json")
     param = _param(error["loc"])

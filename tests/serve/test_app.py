@@ -80,9 +80,9 @@ def test_a_stream_and_a_whole_reply_say_the_same(trained, monkeypatch, stops):
     with conversation.Speaker(conversation.Options()) as speaker:
         common = {"stop_ids": speaker.stop_ids, "stop": stops, "tool": speaker.tool, "logprobs": 1}
         said = list(speaker.engine.events(Request(prompt, Sampling(temperature=0), **common)))
-    choice, reply = Choice(tokenizer, stops, speaker.stop_ids, chat=True), said[-1].reply
+    choice, reply = Choice(tokenizer, stops, speaker.stop_ids), said[-1].reply
     bits = [choice.take(event) for event in said]
-    whole = Choice(tokenizer, stops, speaker.stop_ids, chat=True).take_whole(reply)
+    whole = Choice(tokenizer, stops, speaker.stop_ids).take_whole(reply)
     assert [piece for news in bits for piece in news.pieces] == whole.pieces
     assert [pair for news in bits for pair in news.logprobs] == whole.logprobs
     assert not any(stop in part["text"] for part in whole.parts for stop in stops if part["type"] != "output")
