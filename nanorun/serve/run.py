@@ -77,7 +77,8 @@ def serve(options: Options) -> None:
 def _listen(options: Options) -> socket.socket:
     """Before the model is loaded: a port that is taken is told at once."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # By its name: asyncio sends small writes at once (TCP_NODELAY) only on sockets that say they are TCP's.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((options.host, options.port))
