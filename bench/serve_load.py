@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,7 @@ from nanorun.runs import newest_speaker
 
 SAMPLING = Sampling(temperature=0.8, top_k=50)
 SLOW_READERS = 4
+LEAVE_AFTER = 3  # chunks
 BROKEN = (
     b"",
     b"{",
@@ -205,7 +207,7 @@ class Load:
             for turn in itertools.count(number):
                 if time.perf_counter() >= end:
                     return
-                await self.ask(self.tokens // 4 if leaving and turn % 3 == 0 else None)
+                await self.ask(LEAVE_AFTER if leaving and turn % 3 == 0 else None)
 
         before, begun = self.seen["tokens"], time.perf_counter()
         await asyncio.gather(*(client(number) for number in range(count)))
@@ -233,7 +235,10 @@ def _made_up_requests(port: int, seconds: float) -> "_Run | None":
 
 class _Run:
     def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        folder = tempfile.gettempdir()  # it leaves a folder of its own
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+        )
 
     async def wait(self) -> int:
         said, _ = await asyncio.to_thread(self._process.communicate)
