@@ -3,7 +3,8 @@
 Two measurements on one model, in one run:
 
 1. Throughput with 1, 8 and 64 clients that each ask again as soon as they have their answer: the engine alone in
-   this process, without anybody watching its tokens, and the server, each client reading a stream, by turns.
+   this process, without anybody watching its tokens, and the server, each client reading a stream, by turns,
+   three times. The share is the median of the three, since whatever else runs meets one turn or the other.
 2. Abuse, for a minute: 64 streams at a time, a third of them left midway; beside them broken bodies, bodies of ten
    megabytes, conversations of 2,000 messages, readers that take a byte a second, requests made up from the
    OpenAPI schema (by schemathesis, where it is installed), and somebody who asks /health four times a second.
@@ -19,14 +20,18 @@ import itertools
 import json
 import os
 import re
+import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from nanorun.bench.record import keep, record
@@ -36,6 +41,7 @@ from nanorun.runs import newest_speaker
 
 SAMPLING = Sampling(temperature=0.8, top_k=50)
 SLOW_READERS = 4
+LEAVE_AFTER = 3  # chunks
 BROKEN = (
     b"",
     b"{",
@@ -73,8 +79,57 @@ def bare(speaker: Speaker, clients: int, seconds: float, tokens: int) -> float:
     return written["tokens"] / (time.perf_counter() - begun)
 
 
+def served(port: int, clients: int, seconds: float, tokens: int) -> float:
+    """Tokens a second through the server.
+
+    The clients share the machine with what they measure, so they do nothing but read: one thread, a connection
+    each that is kept, as OpenAI's client keeps it. What they were sent is looked at when the clock has stopped.
+    """
+    numbers, answers = itertools.count(), list[bytes]()
+    begun = time.perf_counter()
+    with selectors.DefaultSelector() as selector:
+        for _ in range(clients):
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(stream_request(next(numbers), tokens))
+            selector.register(connection, selectors.EVENT_READ, list[bytes]())
+        while selector.get_map():
+            for key, _ in selector.select():
+                connection, parts = key.fileobj, key.data
+                assert isinstance(connection, socket.socket)
+                parts.append(connection.recv(65536))
+                if parts[-1] and not b"".join(parts[-2:]).endswith(b"\r\n0\r\n\r\n"):
+                    continue
+                answers.append(b"".join(parts))
+                parts.clear()
+                if time.perf_counter() < begun + seconds:
+                    connection.sendall(stream_request(next(numbers), tokens))
+                else:
+                    selector.unregister(connection)
+                    connection.close()
+    seconds = time.perf_counter() - begun
+    return sum(map(tokens_of, answers)) / seconds
+
+
+def stream_request(number: int, tokens: int, more: str = "") -> bytes:
+    asked = {"prompt": prompt(number), "max_tokens": tokens, "stream": True}
+    asked |= {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k}
+    body = json.dumps({**asked, "stream_options": {"include_usage": True}})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}{more}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def tokens_of(answer: bytes) -> int:
+    """Of a whole answer, as it was sent. Each but a last one that stops it and a piece of a character is text."""
+    *chunks, last, done = re.findall(rb"data: (.*)\n", answer)
+    text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+    tokens: int = json.loads(last)["usage"]["completion_tokens"]
+    assert done == b"[DONE]", answer
+    assert len(text.encode()) >= tokens - 4, answer
+    return tokens
+
+
 class Load:
-    """Clients on plain sockets: they must cost less than what they measure."""
+    """Clients of the minute of abuse."""
 
     def __init__(self, port: int, tokens: int) -> None:
         self.port, self.tokens = port, tokens
@@ -82,14 +137,10 @@ class Load:
         self.first: list[float] = []
 
     async def ask(self, leave_after: int | None = None) -> None:
-        asked = {"prompt": prompt(next(self.numbers)), "max_tokens": self.tokens, "stream": True}
-        asked |= {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k}
-        body = json.dumps({**asked, "stream_options": {"include_usage": True}})
         begun = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            writer.write(stream_request(next(self.numbers), self.tokens, "Connection: close\r\n"))
             status = (await reader.readline()).split()[1].decode()
             data, chunks = b"", 0
             while part := await reader.read(65536):
@@ -125,11 +176,8 @@ class Load:
 
     async def read_slowly(self, until: float) -> None:
         """A stream of which a byte a second is taken."""
-        asked = {"prompt": prompt(next(self.numbers)), "max_tokens": self.tokens, "stream": True}
-        body = json.dumps(asked)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        writer.write(stream_request(next(self.numbers), self.tokens))
         while time.perf_counter() < until and await reader.read(1):
             await asyncio.sleep(1)
         self.seen["read slowly"] += 1
@@ -159,7 +207,7 @@ class Load:
             for turn in itertools.count(number):
                 if time.perf_counter() >= end:
                     return
-                await self.ask(self.tokens // 4 if leaving and turn % 3 == 0 else None)
+                await self.ask(LEAVE_AFTER if leaving and turn % 3 == 0 else None)
 
         before, begun = self.seen["tokens"], time.perf_counter()
         await asyncio.gather(*(client(number) for number in range(count)))
@@ -187,7 +235,10 @@ def _made_up_requests(port: int, seconds: float) -> "_Run | None":
 
 class _Run:
     def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        folder = tempfile.gettempdir()  # it leaves a folder of its own
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
+        )
 
     async def wait(self) -> int:
         said, _ = await asyncio.to_thread(self._process.communicate)
@@ -206,7 +257,9 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
             status, _ = await load.get("/health")
             healthy.append(time.perf_counter() - begun)
             load.seen[f"health {status}"] += 1
-            memory.append(await load.metric("process_resident_memory_bytes") / 2**20)
+            parts = ("process", "nanorun_engines")
+            resident = [await load.metric(f"{part}_resident_memory_bytes") for part in parts]
+            memory.append(sum(resident) / 2**20)
             await asyncio.sleep(0.25)
 
     load.seen.clear()
@@ -238,6 +291,14 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def _row(clients: int, turns: list[tuple[float, float]]) -> dict[str, Any]:
+    """Of turns of the engine and the server."""
+    shares = [server / engine for engine, server in turns]
+    engine, server = (round(median(rates), 1) for rates in zip(*turns, strict=True))
+    share, all_shares = round(median(shares), 3), [round(share, 3) for share in shares]
+    return {"clients": clients, "engine": engine, "server": server, "share": share, "shares": all_shares}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="a run (default: the newest chat model, else base model)")
@@ -245,6 +306,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each throughput")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
     parser.add_argument("--abuse", type=float, default=60.0, help="seconds of it")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
@@ -252,7 +314,7 @@ def main() -> None:
 
     command = [sys.executable, "-m", "nanorun", "serve", "--port", "0", "--queue", "1024", "--gpus", "1"]
     command += ["--tools", "none", "--slots", str(args.slots), *(["--model", name] if name else [])]
-    engine, served = list[float](), list[float]()
+    rows: list[dict[str, Any]] = []
     with (
         Speaker(Options(name, tools="none", slots=args.slots, max_queue=1024)) as speaker,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as server,
@@ -262,19 +324,21 @@ def main() -> None:
             port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
             load = Load(port, args.tokens)
             bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
-            asyncio.run(load.clients(max(counts), 2.0))
-            for count in counts:  # by turns, so that both meet the same machine
-                engine.append(bare(speaker, count, args.seconds, args.tokens))
-                served.append(asyncio.run(load.clients(count, args.seconds)))
+            served(port, max(counts), 2.0, args.tokens)
+            for count in counts:
+                turns = [
+                    (
+                        bare(speaker, count, args.seconds, args.tokens),
+                        served(port, count, args.seconds, args.tokens),
+                    )
+                    for _ in range(args.rounds)
+                ]
+                rows.append(_row(count, turns))
             abused = asyncio.run(abuse(load, max(counts), args.abuse)) if args.abuse else None
         finally:
             server.send_signal(signal.SIGTERM)
             code = server.wait(60)
 
-    rows = [
-        {"clients": count, "engine": round(a, 1), "server": round(b, 1), "share": round(b / a, 3)}
-        for count, a, b in zip(counts, engine, served, strict=True)
-    ]
     print("clients   engine tok/s   server tok/s   share")
     for row in rows:
         print(f"{row['clients']:7d} {row['engine']:14,.0f} {row['server']:14,.0f} {row['share']:7.0%}")

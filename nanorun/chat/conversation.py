@@ -12,7 +12,6 @@ The engine keeps what it has read in its cache, so that the next prompt, which b
 costs only what is new in it.
 """
 
-import copy
 import queue
 import secrets
 import warnings
@@ -20,14 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
-
 from nanorun.errors import UserError
 from nanorun.evals.run import load_model
 from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settings, Tool
 from nanorun.infer.sandbox import Sandbox
 from nanorun.infer.tools import Function, ToolState, calculate, python_tool
-from nanorun.model.gpt import GPT
 from nanorun.runs import CHAT_KINDS, speakers
 from nanorun.text.chat import ConversationCut, Part, ReplyStream, join_pieces, render, render_prompt
 from nanorun.text.store import open_tokenizer
@@ -46,9 +42,9 @@ class Options:
     int8: bool = False
     speculate: Literal["lookup", "draft"] | None = None
     draft: str | None = None  # the run that guesses
-    slots: int = 1  # answers at a time, on each device
-    max_queue: int = 256  # answers that may wait, on each device
-    devices: int = 1  # GPUs, each with an engine of its own
+    slots: int = 1  # answers at a time
+    max_queue: int = 256  # answers that may wait
+    events_per_s: int | None = None  # of all answers together; None: one a token
 
 
 class Speaker:
@@ -70,13 +66,16 @@ class Speaker:
                     f"'{options.draft}' reads with the tokenizer '{its.tokenizer}' and '{self.name}' with "
                     f"'{config.tokenizer}': a model can only guess for one that shares its tokenizer."
                 )
+        self.tokenizer_name = config.tokenizer
         self.tokenizer = tokenizer = open_tokenizer(config.tokenizer)
-        settings = Settings(options.slots, options.max_queue, int8=options.int8, speculate=options.speculate)
-        self.engines = [
-            Engine(_on(number, model), tokenizer, settings, draft=draft and _on(number, draft))
-            for number in range(options.devices)
-        ]
-        self.engine = self.engines[0]
+        settings = Settings(
+            options.slots,
+            options.max_queue,
+            int8=options.int8,
+            speculate=options.speculate,
+            events_per_s=options.events_per_s,
+        )
+        self.engine = Engine(model, tokenizer, settings, draft=draft)
         self.tool: Callable[[], Tool] | None = None
         self.tool_name: str | None = None
         if self.chats and function is not None:
@@ -90,15 +89,7 @@ class Speaker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for engine in self.engines:
-            engine.close()
-
-
-def _on(number: int, model: GPT) -> GPT:
-    """The model on a GPU of this number; on the first, or on a CPU, it is already."""
-    if not number or model.embed.weight.device.type != "cuda":
-        return model
-    return copy.deepcopy(model).to(torch.device("cuda", number))
+        self.engine.close()
 
 
 def _function(tools: str) -> Function | None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from nanorun.errors import UserError
+from nanorun.hardware import keep_freed_memory
 from nanorun.infer.forward import Decoder
 from nanorun.infer.progress import Progress
 from nanorun.infer.request import MOST_TOP_LOGPROBS, Event, Logprobs, Reply, Request, Sampling, Tool
@@ -94,7 +95,7 @@ class _Inbox:
 
     requests: list[Handle] = field(default_factory=list)
     answers: list[tuple[Progress, list[int] | BaseException]] = field(default_factory=list)
-    tasks: list[Callable[[], None]] = field(default_factory=list)
+    tasks: list[Callable[[BaseException | None], None]] = field(default_factory=list)  # told why not, if so
     cancelled: bool = False  # look through the handles
 
     def __bool__(self) -> bool:
@@ -123,6 +124,8 @@ class Engine:
         self._submitted, self._queued = 0, 0  # samples in the inbox; those that then waited for a slot
         self._failure: BaseException | None = None
         self._threads = torch.get_num_threads(), self._own_threads()
+        if self._scheduler.weights.device.type == "cpu":
+            keep_freed_memory()
         self._thread: threading.Thread | None = None
         self._workers: ThreadPoolExecutor | None = None
 
@@ -270,8 +273,10 @@ class Engine:
         """Runs a task in the engine's thread and waits for it."""
         done, problems = threading.Event(), list[BaseException]()
 
-        def run() -> None:
+        def run(problem: BaseException | None) -> None:
             try:
+                if problem is not None:
+                    raise problem
                 with torch.inference_mode():
                     task()
             except BaseException as error:
@@ -337,7 +342,7 @@ class Engine:
             else:
                 self._scheduler.answer(sample, tokens)
         for task in inbox.tasks:
-            task()
+            task(None)
         if inbox.cancelled:
             for sample in [s for s, handle in self._samples.items() if handle.cancelled]:
                 self._scheduler.cancel(sample)
@@ -390,4 +395,4 @@ class Engine:
         for handle in {*self._samples.values(), *waiting.requests}:
             handle.fail(error)
         for task in waiting.tasks:
-            task()
+            task(error)

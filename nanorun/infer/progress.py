@@ -11,7 +11,7 @@ from typing import Any
 
 from nanorun.infer.request import Event, Finish, Logprobs, Reply, Request
 from nanorun.infer.slots import Slot
-from nanorun.text.stream import StreamDecoder
+from nanorun.text.stream import StreamDecoder, overlap
 from nanorun.text.tokenizer import Tokenizer
 
 NO_LOGPROBS = Logprobs(0.0, 0.0)  # of a forced token
@@ -24,8 +24,8 @@ class TextStream:
         self._decoder, self._stops, self._held = StreamDecoder(tokenizer), stops, ""
         self.stopped = False
 
-    def push(self, token_id: int, forced: bool = False) -> str:
-        text = self._held + self._decoder.push(token_id)
+    def push(self, *ids: int, forced: bool = False) -> str:
+        text = self._held + self._decoder.push(*ids)
         if not self._stops or forced:  # what a tool says stops nothing
             self._held = ""
             return text
@@ -41,11 +41,6 @@ class TextStream:
         """What was held back in vain. A character that never became whole is left out."""
         held, self._held = self._held, ""
         return held
-
-
-def overlap(text: str, stop: str) -> int:
-    """The longest end of the text that a stop string, not yet whole, begins with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -81,9 +76,8 @@ class Progress:
         watched = tokenizer is not None and (emit is not None or request.stop)
         self._text = TextStream(tokenizer, request.stop) if watched and tokenizer else None
         self._shown: list[str] = []
-        self._fresh: list[str] = []  # text, ids and log-probabilities of the next event
-        self._fresh_ids: list[int] = []
-        self._fresh_logprobs: list[Logprobs] = []
+        self._fresh: list[str] = []  # text of the next event
+        self._shown_to, self._spelled_to = self.prompt, self.prompt  # of `ids`: told in events, made text of
         self._stop_token = False
         self.tool = request.tool() if request.tool is not None else None
         self.forced: list[tuple[int, int]] = []  # from, to: of `ids`
@@ -106,11 +100,14 @@ class Progress:
         """Tokens that must be read before the last one can be decoded."""
         return len(self.ids) - 1 - self.placed.held
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[Logprobs] | None) -> Any | None:
-        """Appends what a step has chosen, up to where the sample ends or calls its tool."""
+    def take(self, tokens: Sequence[int], logprobs: Sequence[Logprobs] | None, show: bool) -> Any | None:
+        """Appends what a step has chosen, up to where the sample ends or calls its tool.
+
+        What is not to be shown yet is part of the next event. The first tokens are shown at once.
+        """
         call, taken = None, 0
         if not self._first:
-            self._first = time.perf_counter()
+            self._first, show = time.perf_counter(), True
         for token in tokens:
             self.ids.append(token)
             taken += 1
@@ -118,8 +115,8 @@ class Progress:
             if token in self._stop_ids:
                 self.finish, self._stop_token = "stop", True
                 break
-            if self._text is not None:
-                self._fresh.append(self._text.push(token))
+            if self._text is not None and self.request.stop:
+                self._spell()
                 if self._text.stopped:
                     self.finish = "stop"
                     break
@@ -132,32 +129,30 @@ class Progress:
                 break
         if self.logprobs is not None and logprobs is not None:
             self.logprobs += logprobs[:taken]
-            self._fresh_logprobs += logprobs[:taken]
-        if self._emit is not None:
-            self._fresh_ids += tokens[:taken]
-            if self.finish is None:
-                self._show()
+        if show and self._emit is not None and self.finish is None:
+            self._show()
         return call
 
     def force(self, tokens: Sequence[int]) -> None:
         """Appends what the tool has said, as far as there is room."""
         tokens = list(tokens[: self._context - len(self.ids)])
+        if self._emit is not None and self._shown_to < len(self.ids):
+            self._show()  # what the model has said
         self.forced.append((len(self.ids), len(self.ids) + len(tokens)))
         self.ids += tokens
         self._left = min(self._left, self._context - len(self.ids))
         if self.logprobs is not None:
             self.logprobs += [NO_LOGPROBS] * len(tokens)
-        if self._text is not None:
-            self._fresh += [self._text.push(token, forced=True) for token in tokens]
+        self._spell(forced=True)
         if self._left == 0:
             self.finish = "length"
         if self._emit is not None:
-            self._fresh_ids += tokens
             self._show(forced=True)
 
     def end(self, finish: Finish) -> Reply:
         """The finished sample, which is also its last event."""
         self.finish = finish
+        self._spell()
         if self._text is not None:
             self._fresh.append(self._text.end())
         reply = self._reply(finish)
@@ -189,10 +184,21 @@ class Progress:
             now - self._begin,
         )
 
+    def _spell(self, forced: bool = False) -> None:
+        """Makes text of the ids that have none yet: token by token where a stop string may come, else together."""
+        if self._text is not None:
+            end = len(self.ids) - self._stop_token
+            self._fresh.append(self._text.push(*self.ids[self._spelled_to : end], forced=forced))
+            self._spelled_to = end
+
     def _show(self, forced: bool = False, reply: Reply | None = None) -> None:
         assert self._emit is not None
-        text = "".join(self._fresh)
+        if reply is None and not forced:
+            self._spell()
+        text, ids = "".join(self._fresh), self.ids[self._shown_to :]
+        logprobs: tuple[Logprobs, ...] = ()
+        if self.logprobs is not None and not forced:
+            logprobs = tuple(self.logprobs[self._shown_to - self.prompt :])
         self._shown.append(text)
-        event = Event(self.number, tuple(self._fresh_ids), forced, text, tuple(self._fresh_logprobs), reply)
-        self._fresh, self._fresh_ids, self._fresh_logprobs = [], [], []
-        self._emit(event)
+        self._fresh, self._shown_to = [], len(self.ids)
+        self._emit(Event(self.number, tuple(ids), forced, text, logprobs, reply))

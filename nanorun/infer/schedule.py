@@ -40,6 +40,7 @@ from nanorun.model.gpt import GPT
 from nanorun.model.kernels import kernels_run_on
 
 MOST_GUESSES = 16
+SHORTEST_PAUSE_S = 0.01  # between two events of a text, where `events_per_s` spaces them
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Settings:
     compile: Literal["nothing", "draw", "decode"] | None = None  # by torch; None: the draw, on CUDA
     run_ahead: bool | None = None  # launch a step before the last has landed; None: on CUDA
     threads: int | None = None  # torch's on a CPU, while it works; None: one for a small model, else as ever
+    events_per_s: int | None = None  # of all texts together, about; None: one a step for each
     tool_threads: int = 8  # 0: quick tools run in the engine's own, so that all happens in one fixed order
 
     def __post_init__(self) -> None:
@@ -125,6 +127,7 @@ class Scheduler:
         )
         self._run_ahead = cuda if settings.run_ahead is None else settings.run_ahead
         self._chunk = settings.prefill_tokens or (8192 if cuda else 512)
+        self._events_per_s, self._next_show = settings.events_per_s, 0.0
         self._waiting: deque[Progress] = deque()
         self._reading: list[Progress] = []
         self._active: list[Progress] = []
@@ -265,7 +268,7 @@ class Scheduler:
     def _land(self, launched: _Launched) -> None:
         landed = launched.flight.land()
         width = self.stepper.tokens_per_row
-        total, leaving = 0, False
+        total, leaving, show = 0, False, self._shows(len(launched.rows))
         for i, (sample, epoch) in enumerate(launched.rows):
             if sample.epoch != epoch:
                 continue
@@ -273,7 +276,7 @@ class Scheduler:
             tokens, before = landed.tokens[i], len(sample.ids)
             self.stats.guessed += width - 1
             self.stats.accepted += len(tokens) - 1
-            call = sample.take(tokens, _logprobs(landed, i, sample))
+            call = sample.take(tokens, _logprobs(landed, i, sample), show)
             total += len(sample.ids) - before
             sample.placed.held = len(sample.ids) - 1
             leaving = leaving or call is not None or sample.finish is not None
@@ -289,6 +292,16 @@ class Scheduler:
         self.stats.tokens += total
         if self.stats.trace is not None:
             self.stats.trace.append((time.perf_counter(), len(launched.rows), total))
+
+    def _shows(self, rows: int) -> bool:
+        """Whether texts show what they have, or wait for the next steps' tokens."""
+        if self._events_per_s is None:
+            return True
+        now = time.perf_counter()
+        if now < self._next_show:
+            return False
+        self._next_show = now + max(rows / self._events_per_s, SHORTEST_PAUSE_S)
+        return True
 
     def _end(self, sample: Progress, finish: Finish) -> None:
         sample.epoch += 1

@@ -1,8 +1,9 @@
 """An answer on its way out: whole, or as a stream of server-sent events while it is written.
 
 While it is sent, the connection is watched: a client that leaves ends its request, and the slots are free
-for others. A stream sends what has gathered since its last write, so a chunk may hold several tokens. When
-nothing happens for a while (the request waits for a slot), a comment keeps the connection alive.
+for others. A stream sends what has gathered since its last write, so a chunk may hold several tokens (the engine
+spaces them: worker.py). When nothing happens for a while (the request waits for a slot), a comment keeps the
+connection alive.
 """
 
 import asyncio
@@ -25,8 +26,10 @@ from nanorun.serve.metrics import Metrics
 from nanorun.serve.options import Limits
 from nanorun.text.tokenizer import Tokenizer
 
+BEGIN_S = 0.2  # for the first words of a stream, with which its status goes; then it goes without them
 KEEP_ALIVE_S = 10.0
 log = logging.getLogger("nanorun.serve")
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,12 @@ class Answer(Response):
         self._order, self._delivery, self._limits, self._metrics = order, delivery, limits, metrics
         self._tokenizer = tokenizer
         self._choices = [
-            Choice(tokenizer, request.stop, request.stop_ids, order.chat)
+            Choice(tokenizer, request.stop, request.stop_ids)
             for request in order.requests
             for _ in range(order.samples)
         ]
         self._replies: list[Reply | None] = [None] * len(self._choices)
-        self._offsets = [0] * len(self._choices)  # characters sent
+        self._offsets = [0] * len(self._choices)  # characters of tokens whose log-probabilities were told
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,8 +99,7 @@ class Answer(Response):
     async def _write(self, send: Send) -> None:
         self._delivery.deliver(self._order.requests, whole=not self._order.stream)
         if self._order.stream:
-            with self._delivery.streaming():
-                await self._write_stream(send)
+            await self._write_stream(send)
         else:
             await self._write_whole(send)
 
@@ -111,37 +113,37 @@ class Answer(Response):
                     choices[at] = self._whole_choice(at, self._choices[at].take_whole(event.reply))
         self.body = _json(self._order.frame(choices, usage=self._usage()))
         self.headers["content-length"] = str(len(self.body))
-        await self._start(send)
         await self._send(send, self.body, last=True)
 
     async def _write_stream(self, send: Send) -> None:
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # a proxy should not hold it back
         del self.headers["content-length"]
-        await self._start(send)
         extra = {"usage": None} if self._order.usage else {}
+        chunks: list[dict[str, Any]] = []
         if self._order.chat:
-            first = [
-                self._chunk(at, {"role": "assistant", "content": ""}) for at in range(len(self._choices))
-            ]
-            await self._send(send, b"".join(_sse(self._order.frame([choice], **extra)) for choice in first))
+            role = {"role": "assistant", "content": ""}
+            chunks += [self._chunk(at, role) for at in range(len(self._choices))]
         while None in self._replies:
             news: dict[int, News] = {}
-            arrivals = await self._arrivals()
+            arrivals = await self._arrivals(KEEP_ALIVE_S if self._started else BEGIN_S)
             for number, event in arrivals:
                 at = number * self._order.samples + event.sample
                 news.setdefault(at, News()).add(self._choices[at].take(event))
                 self._replies[at] = event.reply or self._replies[at]
-            chunks = [chunk for at, new in news.items() for chunk in self._chunks(at, new)]
-            data = b"".join(_sse(self._order.frame([chunk], **extra)) for chunk in chunks)
+            chunks += [chunk for at, new in news.items() for chunk in self._chunks(at, new)]
+            data = b"".join([_sse(self._order.frame([chunk], **extra)) for chunk in chunks])
+            chunks.clear()
+            done = None not in self._replies
+            if done:  # one write for all of the end
+                data += _sse(self._order.frame([], usage=self._usage())) if self._order.usage else b""
+                data += b"data: [DONE]\n\n"
             if data or not arrivals:
-                await self._send(send, data or b": still here\n\n")
-        end = _sse(self._order.frame([], usage=self._usage())) if self._order.usage else b""
-        await self._send(send, end + b"data: [DONE]\n\n", last=True)
+                await self._send(send, data or b": still here\n\n", last=done)
 
-    async def _arrivals(self) -> list[tuple[int, Event]]:
+    async def _arrivals(self, patience: float = KEEP_ALIVE_S) -> list[tuple[int, Event]]:
         arrivals: list[tuple[int, Event]] = []
-        for number, event in await self._delivery.take(KEEP_ALIVE_S):
+        for number, event in await self._delivery.take(patience):
             if isinstance(event, BaseException):
                 raise event
             arrivals.append((number, event))
@@ -165,7 +167,6 @@ class Answer(Response):
         if not self._order.chat:
             if not news.text and news.finish is None and not news.logprobs:
                 return []
-            self._offsets[at] += len(news.text)
             choice = {"text": news.text, "index": at, "logprobs": logprobs, "finish_reason": news.finish}
             return [choice]
         chunks = []
@@ -190,7 +191,9 @@ class Answer(Response):
             return None
         if self._order.chat:
             return chat_logprobs(self._tokenizer, news.logprobs)
-        return text_logprobs(self._tokenizer, news.logprobs, self._offsets[at])
+        told = text_logprobs(self._tokenizer, news.logprobs, self._offsets[at])
+        self._offsets[at] += sum(map(len, told["tokens"]))
+        return told
 
     def _usage(self) -> dict[str, Any]:
         replies = [reply for reply in self._replies if reply is not None]
@@ -206,14 +209,13 @@ class Answer(Response):
 
     # -- sending -------------------------------------------------------------------------------------
 
-    async def _start(self, send: Send) -> None:
-        self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
     async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
         """A reader that takes nothing for too long is given up."""
         try:
             async with asyncio.timeout(self._limits.stall_s):
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": body, "more_body": not last})
         except TimeoutError:
             raise _ReaderStalled from None
@@ -253,7 +255,7 @@ async def _first(work: Awaitable[None], gone: Awaitable[None]) -> bool:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encoder.encode(value).encode()
 
 
 def _sse(value: Any) -> bytes:

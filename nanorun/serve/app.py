@@ -9,7 +9,7 @@
 
 A request goes through guard.py (host, key, size), schema.py (its fields), desk.py (room for it), prompts.py
 (its tokens) and answer.py (what comes back). Nothing on the way blocks the event loop: long prompts are
-encoded in a thread, and the model has its own.
+encoded in a thread, and each engine has a process of its own (remote.py).
 """
 
 import time
@@ -25,7 +25,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
 from nanorun import __version__
-from nanorun.chat.conversation import Speaker
 from nanorun.errors import UserError
 from nanorun.infer import request as infer
 from nanorun.serve.answer import Answer, Order
@@ -35,6 +34,7 @@ from nanorun.serve.guard import Guard
 from nanorun.serve.metrics import CONTENT_TYPE, Metrics
 from nanorun.serve.options import Options
 from nanorun.serve.prompts import Prompts
+from nanorun.serve.remote import RemoteSpeaker
 from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation
 from nanorun.serve.suggestions import suggest
 
@@ -74,11 +74,11 @@ _ERROR_SCHEMA = {
 class Service:
     """One model behind the routes."""
 
-    def __init__(self, speaker: Speaker, options: Options) -> None:
+    def __init__(self, speaker: RemoteSpeaker, options: Options) -> None:
         self.speaker, self.options, self.limits = speaker, options, options.limits
         self.metrics = Metrics()
         self.desk = Desk(speaker.engines, options.limits.queue, self.metrics)
-        self.prompts = Prompts(speaker.tokenizer, speaker.engine.context)
+        self.prompts = Prompts(speaker.tokenizer, speaker.engines[0].context)
         self.created = int(time.time())
         self.fingerprint = f"nanorun-{__version__}-step-{speaker.step}"
         special = speaker.tokenizer.special
@@ -144,7 +144,7 @@ class Service:
             "step": speaker.step,
             "tool": speaker.tool_name,
             "sampling": {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")},
-            "suggestions": suggest(speaker),
+            "suggestions": suggest(speaker.data, speaker.chats),
         }
         return {**card, "nanorun": described}
 

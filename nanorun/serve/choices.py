@@ -5,13 +5,14 @@ A chat model's answer has parts: text, and where it called its tool the call ("p
 said. The whole answer, in order, is in `nanorun_parts`, which a message has if there is more than text.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanorun.infer.progress import overlap
 from nanorun.infer.request import Event, Logprobs, Reply
 from nanorun.text.chat import ReplyStream, join_pieces
+from nanorun.text.stream import overlap
 from nanorun.text.tokenizer import Tokenizer
 
 Piece = tuple[str, str]  # kind of part, text
@@ -45,44 +46,33 @@ class News:
 
 
 class Choice:
-    """Takes a sample's events, or its whole reply."""
+    """Takes a sample's events, or its whole reply. The text is made here: the engine's shows special tokens, too."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], stop_ids: Sequence[int], chat: bool
-    ) -> None:
-        self._tokenizer, self._chat, self._stop_ids = tokenizer, chat, frozenset(stop_ids)
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], stop_ids: Sequence[int]) -> None:
+        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
         self._stream = ReplyStream(tokenizer)
         self._stops = _Stops(stops)
+        # Log-probabilities of tokens that have shown nothing yet, with where their text begins.
+        self._unshown: list[tuple[int, tuple[int, Logprobs]]] = []
 
     def take(self, event: Event) -> News:
-        """An event. Of a chat, the text is made here, since the engine's shows special tokens, too."""
-        reply = event.reply
-        ids, logprobs = event.ids, event.logprobs
+        reply, logprobs = event.reply, event.logprobs
         news = News(reply=reply, finish=reply.finish if reply is not None else None)
-        if not self._chat:
-            news.pieces = [("text", event.text)] if event.text else []
-        if not event.forced:
-            news.logprobs = [
-                pair for pair in zip(ids, logprobs, strict=False) if not self._tokenizer.is_special(pair[0])
-            ]
-        if self._chat:
-            news.logprobs = []
-            for at, token_id in enumerate(ids):
-                if reply is not None and at == len(ids) - 1 and token_id in self._stop_ids:
-                    break
-                news.pieces += self._push(token_id, event.forced)
-                said = self._stream.kind == "text" and not self._tokenizer.is_special(token_id)
-                if said and not event.forced and at < len(logprobs):
-                    news.logprobs.append((token_id, logprobs[at]))
-            if reply is not None:
-                news.pieces += self._stops.end()
+        for at, token_id in enumerate(event.ids):
+            if reply is not None and at == len(event.ids) - 1 and token_id in self._stop_ids:
+                break
+            begins = self._stops.taken
+            news.pieces += self._push(token_id, event.forced)
+            said = self._stream.kind == "text" and not self._tokenizer.is_special(token_id)
+            if said and not event.forced and at < len(logprobs):
+                self._unshown.append((begins, (token_id, logprobs[at])))
+        if reply is not None:
+            news.pieces += self._stops.end()
+        news.logprobs = self._shown(at_end=reply is not None)
         return news
 
     def take_whole(self, reply: Reply) -> News:
         """A finished reply whose events were not kept."""
-        if not self._chat:
-            event = Event(0, tuple(reply.ids), False, reply.text, tuple(reply.logprobs or ()), reply)
-            return self.take(event)
         news = News()
         last = len(reply.ids) - 1
         for at, (token_id, forced) in enumerate(zip(reply.ids, reply.forced, strict=True)):
@@ -99,30 +89,49 @@ class Choice:
                 pieces += self._stops.push("guess" if kind == "output" else kind, text)
         return pieces
 
+    def _shown(self, at_end: bool) -> list[tuple[int, Logprobs]]:
+        """Of tokens that something is shown of, which a stop string's are not."""
+        if at_end and not self._stops.stopped:
+            count = len(self._unshown)
+        else:
+            shown = (begins < self._stops.shown for begins, _ in self._unshown)
+            count = sum(itertools.takewhile(bool, shown))
+        pairs = [pair for _, pair in self._unshown[:count]]
+        del self._unshown[:count]
+        return pairs
+
 
 class _Stops:
     """Holds back what may be the beginning of a stop string. The engine ends the reply; this cuts its text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._kind, self._held, self._stopped = stops, "text", "", False
+        self._stops, self._kind, self._held = stops, "text", ""
+        self.taken, self.shown = 0, 0  # characters
+        self.stopped = False
 
     def push(self, kind: str, text: str) -> list[Piece]:
-        if self._stopped:
+        if self.stopped:
             return []
+        self.taken += len(text)
         if not self._stops or not text:  # a piece of no text begins another part
             return [*self.end(), (kind, text)]
-        before = self.end() if kind != self._kind else []
+        before = self.end(but=len(text)) if kind != self._kind else []
         self._kind, text = kind, self._held + text
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
-            self._stopped, self._held = True, ""
+            self.stopped, self._held = True, ""
+            self.shown += min(found)
             return [*before, (kind, text[: min(found)])]
         keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
+        self.shown = self.taken - keep
         said = text[: len(text) - keep]
         return [*before, (kind, said)] if said else before
 
-    def end(self) -> list[Piece]:
+    def end(self, but: int = 0) -> list[Piece]:
+        """What was held back in vain; `but` as many characters were taken after it."""
+        if not self.stopped:
+            self.shown = self.taken - but
         held, self._held = self._held, ""
         return [(self._kind, held)] if held else []
 

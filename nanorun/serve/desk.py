@@ -1,9 +1,8 @@
-"""The desk: takes requests to the engine that has least to do, and brings what it writes back to the event loop.
+"""The desk: takes requests to the engine that has least to do, and keeps what it writes until somebody sends it on.
 
-Engines write in threads of their own. What they say goes through one mailbox, which wakes the loop once for
-all that has gathered since it last looked, not once a token. Each request has a `Delivery`, where its events
-wait until somebody sends them on. A reader who takes them slowly finds more of them at once; the engine does
-not notice. What can gather is bounded by the tokens of the answer.
+Engines write in processes of their own (remote.py) and are heard in the event loop. Each request has a
+`Delivery`, where its events wait. A reader who takes them slowly finds more of them at once; the engine does not
+notice. What can gather is bounded by the tokens of the answer.
 
     admit     reserves room for samples, or says 429
     deliver   submits, after which events arrive
@@ -12,30 +11,25 @@ not notice. What can gather is bounded by the tokens of the answer.
 """
 
 import asyncio
-import contextlib
 import math
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from nanorun.infer.engine import Engine, Event, Handle, Request
-from nanorun.serve.errors import ApiError
+from nanorun.infer.request import Event, Request
+from nanorun.serve.errors import ApiError, engine_failed
 from nanorun.serve.metrics import Metrics
+from nanorun.serve.remote import RemoteEngine, RemoteHandle
 
 Arrival = tuple[int, Event | BaseException]  # the number of the request in its delivery, what happened
 
-WRITES_PER_S = 1_000  # of all streams together; a token then waits a little for the next, if many write
-
 
 class Desk:
-    def __init__(self, engines: Sequence[Engine], max_queue: int, metrics: Metrics) -> None:
+    def __init__(self, engines: Sequence[RemoteEngine], max_queue: int, metrics: Metrics) -> None:
         self.engines, self.metrics = engines, metrics
-        self.slots = sum(engine.settings.slots for engine in engines)
+        self.slots = sum(engine.slots for engine in engines)
         self.most = self.slots + max_queue
         self.draining = False
-        self.streams = 0  # being sent
         self._loads = dict.fromkeys(range(len(engines)), 0)  # samples reserved
-        self._mailbox: Mailbox | None = None
 
     def admit(self, samples: int) -> "Delivery":
         """Room for these samples, on the engine with the fewest."""
@@ -51,19 +45,15 @@ class Desk:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(self._retry_after(load))},
             )
-        number = min(self._loads, key=lambda number: self._loads[number])
+        whole = [number for number, engine in enumerate(self.engines) if not engine.broken]
+        if not whole:
+            raise engine_failed()
+        number = min(whole, key=lambda number: self._loads[number])
         self._loads[number] += samples
-        if self._mailbox is None:
-            self._mailbox = Mailbox(asyncio.get_running_loop())
-        return Delivery(self, number, samples, self._mailbox)
+        return Delivery(self, number, samples)
 
     def release(self, number: int, samples: int) -> None:
         self._loads[number] -= samples
-
-    @property
-    def pause(self) -> float:
-        """Seconds between two writes of one stream, so that the loop does not fight the engines for Python."""
-        return self.streams / WRITES_PER_S
 
     def gauges(self) -> dict[str, tuple[str, float]]:
         loads = [engine.occupancy for engine in self.engines]
@@ -72,6 +62,10 @@ class Desk:
             "nanorun_slots_busy": ("Texts that are being written.", sum(busy for busy, _ in loads)),
             "nanorun_queue": ("Samples that wait for a slot.", sum(waiting for _, waiting in loads)),
             "nanorun_reserved": ("Samples that were taken on.", sum(self._loads.values())),
+            "nanorun_engines_resident_memory_bytes": (
+                "Memory of the engines' processes.",
+                sum(engine.resident_bytes for engine in self.engines),
+            ),
             "nanorun_draining": ("1 while shutting down.", int(self.draining)),
         }
 
@@ -81,41 +75,19 @@ class Desk:
         return min(max(math.ceil(usual * (load - self.slots + 1) / self.slots), 1), 60)
 
 
-class Mailbox:
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._lock = loop, threading.Lock()
-        self._arrived: list[tuple[Delivery, Arrival]] = []
-
-    def put(self, delivery: "Delivery", arrival: Arrival) -> None:
-        """From an engine's thread."""
-        with self._lock:
-            self._arrived.append((delivery, arrival))
-            if len(self._arrived) > 1:
-                return  # the loop knows
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting any more
-            self._loop.call_soon_threadsafe(self._hand_out)
-
-    def _hand_out(self) -> None:
-        with self._lock:
-            arrived, self._arrived = self._arrived, []
-        for delivery, arrival in arrived:
-            delivery.arrive(arrival)
-
-
 class Delivery:
     """What is written for one HTTP request."""
 
-    def __init__(self, desk: Desk, number: int, samples: int, mailbox: Mailbox) -> None:
+    def __init__(self, desk: Desk, number: int, samples: int) -> None:
         self.begun = time.perf_counter()
-        self._desk, self._number, self._samples, self._mailbox = desk, number, samples, mailbox
+        self._desk, self._number, self._samples = desk, number, samples
         self._left, self._reserved = samples, True
-        self._handles: list[Handle] = []
+        self._handles: list[RemoteHandle] = []
         self._arrived: list[Arrival] = []
-        self._ready = asyncio.Event()
-        self._taken_at = 0.0
+        self._waiting: asyncio.Future[None] | None = None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> RemoteEngine:
         return self._desk.engines[self._number]
 
     def deliver(self, requests: Sequence[Request], *, whole: bool) -> None:
@@ -123,38 +95,22 @@ class Delivery:
         for number, request in enumerate(requests):
 
             def listen(event: Event | BaseException, number: int = number) -> None:
-                if not whole or isinstance(event, BaseException) or event.reply is not None:
-                    self._mailbox.put(self, (number, event))
+                self._arrive(number, event)
 
-            self._handles.append(self.engine.submit(request, listen))
-
-    def arrive(self, arrival: Arrival) -> None:
-        _, event = arrival
-        if isinstance(event, Event) and event.reply is not None:
-            self._count(event)
-        self._arrived.append(arrival)
-        self._ready.set()
+            self._handles.append(self.engine.submit(request, listen, whole=whole))
 
     async def take(self, patience: float) -> list[Arrival]:
         """All that has arrived, at least something; nothing after `patience` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                await self._ready.wait()
-        rest = self._taken_at + self._desk.pause - time.perf_counter()
-        if self._left and rest > 0.001:
-            await asyncio.sleep(rest)
-        self._ready.clear()
-        self._taken_at = time.perf_counter()
+        if not self._arrived:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.create_future()
+            timer = loop.call_later(patience, self._wake)
+            try:
+                await self._waiting
+            finally:
+                timer.cancel()
         arrived, self._arrived = self._arrived, []
         return arrived
-
-    @contextlib.contextmanager
-    def streaming(self) -> Iterator[None]:
-        self._desk.streams += 1
-        try:
-            yield
-        finally:
-            self._desk.streams -= 1
 
     def close(self) -> None:
         for handle in self._handles:
@@ -162,6 +118,16 @@ class Delivery:
         if self._reserved:
             self._reserved = False
             self._desk.release(self._number, self._samples)
+
+    def _arrive(self, number: int, event: Event | BaseException) -> None:
+        if isinstance(event, Event) and event.reply is not None:
+            self._count(event)
+        self._arrived.append((number, event))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _count(self, event: Event) -> None:
         reply, metrics = event.reply, self._desk.metrics

@@ -52,9 +52,17 @@ def failed() -> ApiError:
     return ApiError(500, "Something broke in the server, and its log says what.", code="internal_error")
 
 
+def engine_failed() -> ApiError:
+    return ApiError(
+        503,
+        "The engine that writes the answers has failed, and the server's log says why.",
+        code="engine_failed",
+    )
+
+
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Of all that pydantic finds wrong, what is deepest in the request: other branches of a union say less."""
-    error = max(errors, key=lambda error: len(error["loc"]))
+    """Of all that pydantic finds wrong, what says most: other branches of a union fail higher up, or by the type."""
+    error = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     if error["type"] == "json_invalid":
         return ApiError(400, "The body of the request is not valid JSON.", code="invalid_json")
     param = _param(error["loc"])

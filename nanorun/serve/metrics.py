@@ -56,7 +56,7 @@ class Metrics:
         ):
             lines += _head(f"nanorun_{name}_total", "counter", help_text)
             lines.append(f"nanorun_{name}_total {total}")
-        memory = {"process_resident_memory_bytes": ("Memory of this process.", _resident())}
+        memory = {"process_resident_memory_bytes": ("Memory of this process.", resident())}
         open_now = {"nanorun_open_requests": ("Requests that are being answered.", float(self.open_requests))}
         for name, (help_text, value) in {**open_now, **gauges, **memory}.items():
             lines += _head(name, "gauge", help_text)
@@ -75,9 +75,10 @@ def _head(name: str, kind: str, help_text: str) -> Iterator[str]:
     yield f"# TYPE {name} {kind}"
 
 
-def _resident() -> float:
+def resident(pid: int | str = "self") -> float:
+    """Bytes."""
     try:
-        with open("/proc/self/statm") as file:
+        with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
+    except OSError:  # not Linux, or no longer there
         return 0

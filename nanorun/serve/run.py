@@ -7,51 +7,31 @@ most), then the server stops. The second one stops it at once.
 import asyncio
 import logging
 import socket
-import sys
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from nanorun import console, hardware
-from nanorun.chat import conversation
+from nanorun import console
 from nanorun.errors import UserError
-from nanorun.infer.request import Sampling
 from nanorun.serve.options import LOOPBACK, Options
 
-SWITCH_S = 0.0005  # how long the loop may keep an engine's thread waiting for Python; usually ten times that
+if TYPE_CHECKING:
+    from nanorun.serve.app import Service
 
 
 def serve(options: Options) -> None:
     try:
         import uvicorn
 
-        from nanorun.serve import app
+        from nanorun.serve import app, remote
     except ModuleNotFoundError as error:
         raise UserError(
             f"The server needs {error.name}, which is not installed: pip install 'nanorun[serve]'."
         ) from error
 
     listening = _listen(options)
-    machine = hardware.detect()
-    cuda = machine.device == "cuda"
-    devices = min(options.gpus or machine.devices, machine.devices) if cuda else 1
-    if cuda and options.gpus is not None and options.gpus > machine.devices:
-        raise UserError(f"--gpus is {options.gpus}, and this machine has {machine.devices}.")
-    slots = options.slots or (64 if cuda else 8)
     console.say("Loading the model ...")
-    spoken = conversation.Options(
-        options.model,
-        tools=options.tools,
-        int8=options.int8,
-        slots=slots,
-        max_queue=options.limits.queue + slots * devices,  # the desk refuses before the engine does
-        devices=devices,
-    )
-    sys.setswitchinterval(SWITCH_S)
     logging.getLogger("nanorun.serve").addHandler(logging.StreamHandler())
-    with conversation.Speaker(spoken) as speaker:
-        if cuda:
-            sizes = [2**i for i in range(slots.bit_length()) if 2**i <= slots]
-            for engine in speaker.engines:
-                engine.warm([*sizes, slots], [options.sampling, Sampling(temperature=0)])
+    with remote.RemoteSpeaker(options) as speaker:
         service = app.Service(speaker, options)
         config = uvicorn.Config(
             app.build(service),
@@ -68,9 +48,10 @@ def serve(options: Options) -> None:
             """Drains before it exits."""
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
                 self.loop = asyncio.get_running_loop()
-                _greet(options, listening.getsockname()[1], speaker, slots * devices)
+                await speaker.connect()
+                await super().startup(sockets)
+                _greet(service, listening.getsockname()[1])
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
                 if service.desk.draining or not self.started:
@@ -96,7 +77,8 @@ def serve(options: Options) -> None:
 def _listen(options: Options) -> socket.socket:
     """Before the model is loaded: a port that is taken is told at once."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # By its name: asyncio sends small writes at once (TCP_NODELAY) only on sockets that say they are TCP's.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((options.host, options.port))
@@ -111,7 +93,8 @@ def _listen(options: Options) -> socket.socket:
     return listening
 
 
-def _greet(options: Options, port: int, speaker: conversation.Speaker, slots: int) -> None:
+def _greet(service: "Service", port: int) -> None:
+    options, speaker, slots = service.options, service.speaker, service.desk.slots
     host = f"[{options.host}]" if ":" in options.host else options.host
     kind = "a chat model" if speaker.chats else "a base model, which only continues text"
     console.say(f"'{speaker.name}' ({kind}), {slots} answers at a time")

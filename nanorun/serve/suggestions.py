@@ -1,20 +1,12 @@
 """What the page offers to begin with: something that the model has a chance to know."""
 
-from nanorun.chat.conversation import Speaker
-
 Suggestion = dict[str, str]  # label, text
 
 
-def suggest(speaker: Speaker) -> list[Suggestion]:
-    kind = "chat" if speaker.chats else "base"
-    return [
-        {"label": label, "text": text}
-        for label, text in _KNOWN["sample" if _is_sample(speaker) else "any", kind]
-    ]
-
-
-def _is_sample(speaker: Speaker) -> bool:
-    return speaker.data == "sample"
+def suggest(data: str, chats: bool) -> list[Suggestion]:
+    """To a model that has learned from this dataset."""
+    known = _KNOWN["sample" if data == "sample" else "any", "chat" if chats else "base"]
+    return [{"label": label, "text": text} for label, text in known]
 
 
 _KNOWN = {

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from small_models import TEXT, grown, shape, some_prompts
@@ -71,6 +72,26 @@ def test_what_may_become_a_stop_string_is_held_back_and_given_in_the_end(tokeniz
     assert stream.push(ord("c")) == "abc"
     assert [stream.push(ord(letter)) for letter in "ab"] == ["", ""]
     assert stream.end() == "ab"
+
+
+@pytest.mark.parametrize("stop", [(), ("nothing like it",)])
+def test_spaced_events_say_the_same_and_the_first_token_comes_at_once(parrot, tokenizer, stop):
+    request = ask(tokenizer, max_tokens=60, logprobs=0, stop=stop)
+    told = []
+    for rate in (None, 1):
+        with Engine(parrot, tokenizer, Settings(events_per_s=rate)) as engine:
+            events = list(engine.events(request))
+        ids = [token_id for event in events for token_id in event.ids]
+        logprobs = [of for event in events for of in event.logprobs]
+        told.append((ids, logprobs, "".join(event.text for event in events)))
+        assert (ids, logprobs, told[-1][2]) == (
+            events[-1].reply.ids,
+            events[-1].reply.logprobs,
+            events[-1].reply.text,
+        )
+        assert len(events[0].ids) == 1
+        assert len(events) == 60 if rate is None else len(events) <= 4
+    assert told[0] == told[1]
 
 
 def test_a_stop_token_ends_the_reply_and_is_its_last_id(engine, tokenizer):
@@ -171,7 +192,12 @@ def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
 
     with Engine(parrot, tokenizer, Settings(slots=1), decoder=out_of_memory) as engine:
         handles = [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]
+        warming = ThreadPoolExecutor(1).submit(engine.warm)
+        while not engine._inbox.tasks:
+            time.sleep(0.01)
         all_wait.set()
+        with pytest.raises(MemoryError, match="no room"):
+            warming.result(10)
         for handle in handles:
             with pytest.raises(MemoryError, match="no room"):
                 handle.result(10)

@@ -42,6 +42,12 @@ class Server:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
+    @property
+    def engines(self) -> list[int]:
+        """The processes that write, on Linux."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
     def client(self, **options: Any) -> OpenAI:
         return OpenAI(
             **{"base_url": f"{self.url}/v1", "api_key": "any", "max_retries": 0, "timeout": 60, **options}

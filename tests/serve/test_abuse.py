@@ -55,6 +55,17 @@ def test_a_full_queue_says_429_and_when_to_come_back(narrow):
     assert narrow.ask().status_code == 200
 
 
+def test_a_kept_connection_is_not_held_up(server):
+    """As it is where small writes wait until the one before was acknowledged: 40 ms each."""
+    took = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        with server.http.stream("POST", CHAT, json={**LOOP, "max_tokens": 2}) as stream:
+            assert len(list(events(stream.iter_lines()))) > 1
+        took.append(time.perf_counter() - begun)
+    assert min(took[10:]) < 0.035, took
+
+
 def test_sigterm_lets_running_answers_end_and_takes_no_more(narrow):
     with streaming(narrow, max_tokens=600) as said:
         narrow.process.send_signal(signal.SIGTERM)

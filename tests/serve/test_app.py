@@ -5,19 +5,27 @@ import asyncio
 import httpx
 import pytest
 from live_server import CHAT
-from talkers import HI, byte_tokenizer
+from talkers import byte_tokenizer
 
 from nanorun.chat import conversation
+from nanorun.infer.request import Request, Sampling
 from nanorun.serve.app import Service, build
 from nanorun.serve.choices import Choice
 from nanorun.serve.metrics import Histogram
 from nanorun.serve.options import Limits, Options
+from nanorun.serve.remote import RemoteEngine, RemoteSpeaker
+from nanorun.text.chat import render_prompt
 
 
 @pytest.fixture
 def speaker(trained, monkeypatch):
+    """With two engines."""
     monkeypatch.setenv("NANORUN_HOME", str(trained))
-    with conversation.Speaker(conversation.Options(slots=2, devices=2)) as speaker:
+    with RemoteSpeaker(Options(slots=2)) as speaker:
+        speaker.engines.append(
+            RemoteEngine({"options": {"model": speaker.name}, "slots": 2, "samplings": []})
+        )
+        speaker.engines[1].ready()
         yield speaker
 
 
@@ -49,29 +57,32 @@ def test_the_page_is_what_lies_in_its_folder_and_may_do_nothing_else(speaker, tm
 
 def test_requests_go_to_the_engine_with_least_to_do(speaker):
     service = Service(speaker, Options(limits=Limits(queue=8)))
-    asked = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
-    answers = visit(build(service), *[("POST", CHAT, {"json": asked})] * 8)
-    assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == [HI] * 8
-    tokens = [engine.stats.tokens for engine in speaker.engines]
-    assert min(tokens) > 0.3 * sum(tokens), tokens
+    asked = {"messages": [{"role": "user", "content": "loop"}], "temperature": 0}
+
+    async def talk():
+        await speaker.connect()
+        transport = httpx.ASGITransport(build(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
+            answers = [asyncio.create_task(http.post(CHAT, json=asked)) for _ in range(4)]
+            async with asyncio.timeout(30):
+                while [engine.occupancy for engine in speaker.engines] != [(2, 0)] * 2:
+                    await asyncio.sleep(0.01)
+            return await asyncio.gather(*answers)
+
+    assert [answer.json()["choices"][0]["finish_reason"] for answer in asyncio.run(talk())] == ["length"] * 4
 
 
 @pytest.mark.parametrize("stops", [(), ("e:",), ("12+",), ("so",), ("42",)])
-def test_a_stream_and_a_whole_reply_say_the_same(speaker, stops):
-    from nanorun.infer.request import Request, Sampling
-    from nanorun.text.chat import render_prompt
-
+def test_a_stream_and_a_whole_reply_say_the_same(trained, monkeypatch, stops):
+    monkeypatch.setenv("NANORUN_HOME", str(trained))
     tokenizer = byte_tokenizer()
     prompt = render_prompt([{"role": "user", "content": "sum"}], tokenizer)
-    request = Request(
-        prompt, Sampling(temperature=0), stop_ids=speaker.stop_ids, stop=stops, tool=speaker.tool, logprobs=1
-    )
-    bits, choice, reply = [], Choice(tokenizer, stops, speaker.stop_ids, chat=True), None
-    for event in speaker.engine.events(request):
-        news = choice.take(event)
-        bits.append(news)
-        reply = event.reply
-    whole = Choice(tokenizer, stops, speaker.stop_ids, chat=True).take_whole(reply)
+    with conversation.Speaker(conversation.Options()) as speaker:
+        common = {"stop_ids": speaker.stop_ids, "stop": stops, "tool": speaker.tool, "logprobs": 1}
+        said = list(speaker.engine.events(Request(prompt, Sampling(temperature=0), **common)))
+    choice, reply = Choice(tokenizer, stops, speaker.stop_ids), said[-1].reply
+    bits = [choice.take(event) for event in said]
+    whole = Choice(tokenizer, stops, speaker.stop_ids).take_whole(reply)
     assert [piece for news in bits for piece in news.pieces] == whole.pieces
     assert [pair for news in bits for pair in news.logprobs] == whole.logprobs
     assert not any(stop in part["text"] for part in whole.parts for stop in stops if part["type"] != "output")

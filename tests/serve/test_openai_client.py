@@ -96,6 +96,30 @@ def test_a_seed_gives_the_same_answers_again_and_n_gives_several(client):
     assert len(set(first)) > 1
 
 
+@pytest.mark.parametrize(("stop", "rest"), [("東", "Grüße aus "), (["us ", "x"], "Grüße a"), ("zz", HI)])
+def test_logprobs_leave_out_a_stop_string(client, stop, rest):
+    asked = {"messages": user("hi"), "logprobs": True, "stop": stop, **GREEDY}
+    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+    streamed = [
+        token
+        for chunk in client.chat.completions.create(stream=True, **asked)
+        for choice in chunk.choices
+        for token in (choice.logprobs.content if choice.logprobs else [])
+    ]
+    assert bytes(b for token in whole for b in token.bytes).decode() == rest
+    assert streamed == whole
+
+
+def test_offsets_of_a_streamed_text_are_those_of_a_whole_one(client):
+    asked = {"model": "talker", "prompt": "loop", "max_tokens": 30, "temperature": 0, "logprobs": 1}
+    for stop in (None, ["zz", "q"]):
+        whole = client.completions.create(**asked, stop=stop).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stop=stop, stream=True)]
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        offsets = [at for chunk in chunks for at in (chunk.logprobs.text_offset if chunk.logprobs else [])]
+        assert offsets == whole.logprobs.text_offset
+
+
 def test_logprobs_of_a_chat_cover_its_text(client):
     asked = {"messages": user("hi"), "logprobs": True, "top_logprobs": 2, **GREEDY}
     content = client.chat.completions.create(**asked).choices[0].logprobs.content
@@ -200,6 +224,7 @@ def test_what_cannot_be_done_is_refused_by_name(client, changes, param, code):
         client.chat.completions.create(**{"messages": user("hi"), **GREEDY, **changes})
     error = refused.value
     assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+    assert ("at most 16" in error.message) == (len(changes.get("stop", "")) > 16)
 
 
 def test_what_is_harmless_is_taken(client):
