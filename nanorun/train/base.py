@@ -237,6 +237,8 @@ def assemble(
     dtype = compute_dtype(machine, options.dtype)
     if options.deterministic:
         make_deterministic()
+    if device.type == "cpu":
+        hardware.keep_freed_memory()
     tokenizer = open_tokenizer(config.tokenizer)
     check_vocabulary(config, tokenizer)
     compiled = options.compile and device.type == "cuda"
