@@ -17,7 +17,7 @@ from nanorun.optim.optimizer import Optimizer
 from nanorun.train.micro import Launched, Replayed
 
 CUDA = torch.device("cuda")
-TOKENS = torch.randint(0, 500, (6, 4, 257), generator=torch.Generator().manual_seed(2)).cuda()
+TOKENS = torch.randint(0, 500, (6, 4, 257), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def learn(steps, replayed, compile_it=True, **changes):
     losses = []
     for step in range(steps):
         rows = 2 if step == steps - 1 else 4
-        batches = [TOKENS[(step + i) % len(TOKENS), :rows] for i in range(3)]
+        batches = [TOKENS[(step + i) % len(TOKENS), :rows].cuda() for i in range(3)]
         trained = sum(batch[:, 1:].numel() for batch in batches)
         total = torch.zeros((), device=CUDA)
         for batch in batches:
