@@ -310,7 +310,7 @@ def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -
 def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:
     mfu, source = gpu.mfu, f"assumed for {gpu.name}"
     speed = _speed_of_width(model.dim)
-    measured = measured_mfu(gpu, model.depth, results)
+    measured = measured_mfu(gpu, model.depth, results, model.fp8)
     if measured is not None:
         mfu, depth, source = measured
         speed /= _speed_of_width(scale_model(depth, model.vocab_size, model.context).dim)
@@ -326,8 +326,11 @@ def _speed_of_width(dim: int) -> float:
     return min(dim / _FULL_SPEED_WIDTH, 1.0)
 
 
-def measured_mfu(gpu: Gpu, depth: int, results: Path = RESULTS) -> tuple[float, int, str] | None:
-    """The MFU, depth and name of the kept measurement on this GPU nearest in depth, the newest of those."""
+def measured_mfu(
+    gpu: Gpu, depth: int, results: Path = RESULTS, fp8: str = "none"
+) -> tuple[float, int, str] | None:
+    """The MFU, depth and name of the kept measurement on this GPU with such matmuls, nearest in depth, the newest of
+    those."""
     found: list[tuple[int, str, float, int, str]] = []
     for path in sorted(results.glob("train-*.json")):
         try:
@@ -335,7 +338,8 @@ def measured_mfu(gpu: Gpu, depth: int, results: Path = RESULTS) -> tuple[float, 
             device = str(record.get("gpu") or record["device"])
             known = find_gpu(device)
             name = known.name if known and record.get("gpu") else device
-            if record["what"] == "train" and name == gpu.name and record["mfu"]:
+            like = record["what"] == "train" and record.get("fp8", "none") == fp8
+            if like and name == gpu.name and record["mfu"]:
                 near = -abs(record["depth"] - depth)
                 found.append((near, str(record["date"]), float(record["mfu"]), record["depth"], path.name))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
