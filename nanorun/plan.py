@@ -378,6 +378,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "recompute": plan.recompute,
         "largest_device_batch": plan.largest_batch,
         "largest_device_batch_recompute": plan.largest_batch_recompute,
+        "deepest": deepest(plan.gpu, plan.gpus, model.vocab_size, model.context),
+        "deepest_recompute": deepest(plan.gpu, plan.gpus, model.vocab_size, model.context, recompute=True),
         "tokens_per_s": plan.tokens_per_s,
         "mfu_assumed": plan.mfu,
         "mfu_from": plan.mfu_from,
