@@ -89,7 +89,10 @@ def test_a_long_text_file_is_cut_at_line_ends_without_losing_a_character(tmp_pat
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), max_size=8),
+    # no \r: before a line end of the separator it belongs to that, as on Windows
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=20), max_size=8
+    ),
     st.sampled_from(["<|endoftext|>", "\n\n", "--\n--"]),
 )
 def test_text_split_at_a_separator_gives_what_str_split_gives(tmp_path, parts, separator):
