@@ -35,7 +35,7 @@ Piece = tuple[str, str]
 @dataclass(frozen=True)
 class Options:
     model: str | None = None  # a run; None: the newest chat model, or else the newest base model
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.8, top_k=50))
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.6, top_k=50))
     max_tokens: int = 512
     system: str | None = None
     tools: Literal["calculator", "python", "none"] = "calculator"

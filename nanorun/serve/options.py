@@ -41,7 +41,7 @@ class Options:
     gpus: int | None = None  # engines, one a GPU; None: all that are here
     tools: Literal["calculator", "python", "none"] = "calculator"
     int8: bool = False
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.8, top_k=50))  # where not said
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.6, top_k=50))  # where not said
     drain_s: float = 30.0  # for running answers to end after SIGTERM
     limits: Limits = field(default_factory=Limits)
 
