@@ -39,7 +39,7 @@ ASKED = ("What is 12 + 30?", "Which dish is Pennywell famous for?", "Can you spe
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of everything: about eight minutes of two cores."""
+    """How much of everything: about six minutes of two cores."""
 
     base_steps: int = 400
     chat_steps: int | None = None  # all of the mixture
@@ -93,10 +93,10 @@ def stages() -> list[Stage]:
             lambda: _whole(open_tokenizer, TOKENIZER, tokenizer / CONFIG_FILE),
             _tokenizer,
         ),
-        training(BASE, "pretraining: a model reads it", "a base model has read it", 240, _base),
-        training(MID, "midtraining: the model practises", "the model has practised", 33, _mid),
-        training(SFT, "fine-tuning: it learns to talk", "it has learned to talk", 107, _sft, EXAM),
-        training(RL, "reinforcement: it learns by trying", "it has learned by trying", 84, _rl, EXAM),
+        training(BASE, "pretraining: a model reads it", "a base model has read it", 162, _base),
+        training(MID, "midtraining: the model practises", "the model has practised", 21, _mid),
+        training(SFT, "fine-tuning: it learns to talk", "it has learned to talk", 74, _sft, EXAM),
+        training(RL, "reinforcement: it learns by trying", "it has learned by trying", 74, _rl, EXAM),
     ]
 
 
