@@ -54,7 +54,7 @@ def test_trouble_is_one_sentence_and_a_retry_and_nothing_typed_is_lost(page):
 
 def test_a_full_server_is_told_and_the_retry_gets_through(narrow, visit):
     page = visit(narrow)
-    loop = {"messages": [{"role": "user", "content": "loop"}], "stream": True}
+    loop = {"messages": [{"role": "user", "content": "loop"}], "temperature": 0, "stream": True}
     with httpx.Client(base_url=narrow.url, timeout=60) as http:
         with http.stream("POST", CHAT, json=loop), http.stream("POST", CHAT, json=loop):
             narrow.wait_until(lambda: narrow.metric("nanorun_queue") == 1)
