@@ -13,6 +13,9 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 
+# Started in the background, as by `make test &`, a process ignores Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SHARED_DATA = Path(
     os.environ.get("NANORUN_SHARED_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data"
 )
