@@ -224,7 +224,9 @@ def core(result: dict[str, Any]) -> str:
     total = f"**{result['core']:.4f} ± {result['core_standard_error']:.4f}**"
     rows.append(["**CORE**", "", f"{result['examples']:,}", "", total, f"{result['seconds']:.1f}"])
     table = markdown(["task", "shots", "examples", "% right", "centred", "seconds"], rows)
-    speed = f"{result['examples_per_s']:,.0f} examples/s, {result['tokens_per_s']:,.0f} tokens/s."
+    speed = (
+        f"While scoring {result['examples_per_s']:,.0f} examples/s, {result['tokens_per_s']:,.0f} tokens/s."
+    )
     return "\n\n".join([table, f"{speed} {footer(result)}"])
 
 

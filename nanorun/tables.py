@@ -302,4 +302,4 @@ def core_table(result: dict[str, Any]) -> str:
         error = f"± {result['core_standard_error']:.4f}"
         lines.append(f"CORE {result['core']:.4f} {error} ({result['model']}); GPT-2's: {gpt2}")
     speed = f"{result['examples']:,} examples in {seconds(result['seconds'])}"
-    return "\n".join([*lines, f"{speed}, {result['examples_per_s']:,.0f} a second"])
+    return "\n".join([*lines, f"{speed}, {result['examples_per_s']:,.0f} a second while scoring"])

@@ -70,6 +70,12 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
     if error["type"] == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param or None)
+    if not param:
+        return ApiError(
+            400,
+            "The body must be a JSON object, sent with the header Content-Type: application/json.",
+            code="invalid_json",
+        )
     problem = error["msg"].removeprefix("Value error, ")
     return ApiError(400, f"Invalid '{param}': {problem}.", param=param or None, code="invalid_value")
 

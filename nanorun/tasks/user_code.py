@@ -8,13 +8,15 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from nanorun.errors import UserError
-from nanorun.tasks.task import Examples
+from nanorun.infer.bubblewrap import SandboxUnavailable
+from nanorun.tasks.task import Conversation, Examples
+from nanorun.text.chat import Part
 
 
 def is_code(spec: str) -> bool:
@@ -53,8 +55,57 @@ def load(spec: str, split: str) -> Examples:
         for name, value in (("baseline", 0.0), ("letters", None)):
             if not hasattr(task, name):
                 setattr(task, name, value)
-    examples: Examples = task
-    return examples
+    if not hasattr(task, "reward"):
+        examples: Examples = _Own(task, path, length)
+        examples[0]  # a mistake is told now, before anything starts
+        return examples
+    judge = _OwnJudge(task, path, length)
+    judge[0]
+    with suppress(SandboxUnavailable):
+        judge.reward(0, [{"type": "text", "text": ""}])
+    return judge
+
+
+class _Own:
+    """A person's examples, whose mistakes are told in a sentence."""
+
+    name: str
+
+    def __init__(self, task: Any, path: Path, length: int) -> None:
+        self._task, self._path, self._length = task, path, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Conversation:
+        with _explained(self._path, f"cannot give example {index}"):
+            example = self._task[index]
+        if not isinstance(example, Mapping) or not isinstance(example.get("messages"), Sequence):
+            raise UserError(
+                f"{self._path} gives a {type(example).__name__} as example {index}: it must be a conversation, "
+                '{"messages": [...]}.'
+            )
+        conversation: Conversation = example
+        return conversation
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return (self[i] for i in range(len(self)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+class _OwnJudge(_Own):
+    def reward(self, index: int, reply: Sequence[Part]) -> float:
+        with _explained(self._path, f"cannot judge a reply to question {index}"):
+            reward = self._task.reward(index, reply)
+        try:
+            return float(reward)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{self._path} rewards a reply to question {index} with {reward!r:.40}: it must be "
+                "a number from 0 to 1."
+            ) from error
 
 
 def _cut(spec: str) -> tuple[str, str]:
@@ -73,9 +124,10 @@ def _choose(path: Path, names: dict[str, Any], wanted: str, module: str) -> Call
         chosen: Callable[[str], Any] = fitting[0]
         return chosen
     known = ", ".join(kind.__name__ for kind in own) or "none"
+    if wanted:
+        raise UserError(f"{path} has no class {wanted} with __len__ and __getitem__: it has {known}.")
     raise UserError(
-        f"{path} must say which class is the task (with __len__ and __getitem__ it has: {known}): "
-        f"--task {path}:NAME."
+        f"{path} has several classes with __len__ and __getitem__, or none ({known}): say {path}:NAME."
     )
 
 

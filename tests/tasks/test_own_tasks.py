@@ -103,8 +103,8 @@ def test_code_runs_only_when_the_command_line_names_it(tmp_path):
     [
         ("def f(:\n", "SyntaxError at line 1"),
         ("x = 1\nraise ValueError('no')\n", r"ValueError at line 2 \(no\)"),
-        ("x = 1\n", "it has: none"),
-        ("class A:\n    def __getitem__(self, i): ...\nclass B(A): ...\n", "it has: A, B"),
+        ("x = 1\n", r"or none \(none\)"),
+        ("class A:\n    def __getitem__(self, i): ...\nclass B(A): ...\n", r"several classes .* \(A, B\)"),
         ("class A:\n    def __getitem__(self, i): ...\n", r"cannot make a A\('test'\)"),
         ("class A(list): ...\n", "has no name"),
     ],
@@ -116,6 +116,39 @@ def test_a_broken_task_is_one_sentence(tmp_path, code, problem):
         open_examples(str(path), "test", trusted=[str(path)])
     with pytest.raises(UserError, match="no file"):
         open_examples("gone.py", trusted=["gone.py"])
+
+
+OWN = """
+class Own:
+    name = "own"
+    def __init__(self, split): self.words = ["a", "b"]
+    def __len__(self): return 2
+    def __getitem__(self, i): return {"messages": [{"role": "user", "content": self.words[i]}]}
+    def reward(self, i, reply): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "problem"),
+    [
+        ("return 1.0", "return None", "with None: it must be a number"),
+        ("return 1.0", "return 'yes'", "with 'yes': it must be a number"),
+        ("return 1.0", "return {}[2]", r"cannot judge a reply to question 0: KeyError at line 7 \(2\)"),
+        ("(self, i, reply)", "(self, reply)", "cannot judge a reply to question 0: TypeError"),
+        ("self.words[i]}]}", "self.wrds[i]}]}", "cannot give example 0: AttributeError at line 6"),
+        ('{"messages": [', "[[", "gives a list as example 0: it must be a conversation"),
+    ],
+)
+def test_a_task_with_a_slip_is_one_sentence_before_anything_starts(tmp_path, right, wrong, problem):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    assert len(open_task(str(path), "test", trusted=[str(path)])) == 2
+    code = OWN.replace(right, wrong)
+    path.write_text(code if wrong != "[[" else code.replace("}]}", "}]]"))
+    with pytest.raises(UserError, match=problem):
+        open_task(str(path), "test", trusted=[str(path)])
+    with pytest.raises(UserError, match=r"has no class Wrong .*: it has Own"):
+        open_task(f"{path}:Wrong", "test", trusted=[f"{path}:Wrong"])
 
 
 def test_what_cannot_be_judged_is_no_task(tmp_path):
