@@ -31,6 +31,7 @@ def serve(options: Options) -> None:
     listening = _listen(options)
     console.say("Loading the model ...")
     logging.getLogger("nanorun.serve").addHandler(logging.StreamHandler())
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     with remote.RemoteSpeaker(options) as speaker:
         service = app.Service(speaker, options)
         config = uvicorn.Config(
@@ -65,13 +66,19 @@ def serve(options: Options) -> None:
 
             async def _drained(self) -> None:
                 running = service.metrics.open_requests
-                console.say(f"Ending: {running} requests may take {options.drain_s:g} s more.")
+                more = f": {running} requests may take {options.drain_s:g} s more" if running else ""
+                console.say(f"Ending{more}.")
                 deadline = self.loop.time() + options.drain_s
                 while service.metrics.open_requests and self.loop.time() < deadline:
                     await asyncio.sleep(0.02)
                 self.should_exit = True
 
         Server(config).run([listening])
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what is cut short because somebody asked twice to end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _listen(options: Options) -> socket.socket:
