@@ -50,17 +50,18 @@ def _draw_tasks(axes: Any, tasks: list[Mapping[str, Any]]) -> None:
     axes.invert_yaxis()
     axes.axvline(0, color=_FAINT, linewidth=1)
     axes.grid(visible=False, axis="y")
-    axes.set_title("centred accuracy by task: 0 is guessing", pad=8)
+    axes.set_title("centred accuracy, ± one standard error", pad=8)
     for i, value in enumerate(values):
-        right = max(value, 0) + errors[i]
-        axes.annotate(
-            f"{value:.3f}", (right, i), (4, 0), textcoords="offset points", va="center", fontsize=10
-        )
-    axes.margins(x=0.12)
+        below = value < 0
+        at, aside, side = (value - errors[i], -4, "right") if below else (value + errors[i], 4, "left")
+        shown = {"textcoords": "offset points", "va": "center", "ha": side, "fontsize": 10}
+        axes.annotate(f"{value:.3f}", (at, i), (aside, 0), **shown)
+    axes.margins(x=0.18)
 
 
 def _draw_whole(axes: Any, result: Mapping[str, Any]) -> None:
-    names = [*(f"GPT-2\n{size}" for size in result["gpt2"]), result["model"]]
+    own = str(result["model"]).replace("-", "-\n")  # beside its neighbours', a long name needs lines
+    names = [*(f"GPT-2\n{size}" for size in result["gpt2"]), own]
     values = [*result["gpt2"].values(), result["core"]]
     errors = [*[0.0] * len(result["gpt2"]), result["core_standard_error"]]
     colors = [*[THEIRS] * len(result["gpt2"]), OURS]
@@ -70,6 +71,7 @@ def _draw_whole(axes: Any, result: Mapping[str, Any]) -> None:
     axes.axhline(0, color=_FAINT, linewidth=1)
     axes.set_title("CORE", pad=8)
     for i, value in enumerate(values):
-        top = max(value, 0) + errors[i]
-        axes.annotate(f"{value:.4f}", (i, top), (0, 3), textcoords="offset points", ha="center", fontsize=11)
+        end, aside, side = (value - errors[i], -3, "top") if value < 0 else (value + errors[i], 3, "bottom")
+        shown = {"textcoords": "offset points", "ha": "center", "va": side, "fontsize": 11}
+        axes.annotate(f"{value:.4f}", (i, end), (0, aside), **shown)
     axes.margins(y=0.12)
