@@ -25,7 +25,7 @@ from nanorun.evals.core_prompts import Encoder
 from nanorun.evals.core_rows import Batch
 from nanorun.infer.forward import blocks, linear
 from nanorun.infer.weights import Layer, Weights
-from nanorun.model.attention import attend
+from nanorun.model.attention import attend, spare_plans
 from nanorun.model.gpt import GPT, norm
 
 
@@ -161,6 +161,7 @@ def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) ->
         raise UserError(
             f"transformers cannot open {folder} ({reason}): give a causal model's folder."
         ) from error
+    spare_plans()
     known = (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id)
     bos = next((token for token in known if token is not None), None)
     if bos is None:

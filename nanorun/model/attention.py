@@ -24,10 +24,6 @@ from nanorun.config import Backend, ModelConfig
 from nanorun.errors import UserError
 from nanorun.model.kernels import flash
 
-# Left to itself, torch hands attention under a mask to cuDNN on Hopper, which makes a plan for every shape that it
-# has not met, at 0.1 to 0.5 s; evaluation, chat and RL bring another shape with every batch. Naming cudnn still works.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 # Shapes: B batch, T queries, S keys, H heads, K kv heads, D head dimension.
 
 
@@ -54,6 +50,15 @@ def attend(
     else:
         out = _sdpa(q, k, v, window, docs, backend)
     return out.transpose(1, 2)
+
+
+def spare_plans() -> None:
+    """For this process: torch's own choice is never cuDNN, which makes a plan for every shape that it has not met.
+
+    On Hopper torch would hand it all attention under a mask; evaluation, chat and RL bring another shape with every
+    batch, and CORE took three times as long. Who names cudnn still gets it.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_backends(

@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
-from nanorun.model.attention import attend, everywhere, window_blocks
+from nanorun.model.attention import attend, everywhere, spare_plans, window_blocks
 from nanorun.model.kernels import add_rows, fp8, kernels_run_on, rope_norm
 from nanorun.model.kernels.fp8 import Copies
 from nanorun.model.linear import Linear, LowCopy
@@ -405,6 +405,7 @@ def empty(
     learns: bool = False,
 ) -> GPT:
     """A model on the device whose weights are yet to be made or loaded."""
+    spare_plans()
     means = Means(
         kernels_run_on(device),
         learns and fp8.works(device) and dtype == torch.bfloat16,

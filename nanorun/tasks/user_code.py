@@ -51,14 +51,13 @@ def load(spec: str, split: str) -> Examples:
         raise UserError(f"{kind.__name__} in {path} has no {' and no '.join(missing)}: see docs/tasks.md.")
     if length < 1:
         raise UserError(f"{kind.__name__}('{split}') in {path} has no examples.")
-    if hasattr(task, "reward"):  # what a judge may leave out
-        for name, value in (("baseline", 0.0), ("letters", None)):
-            if not hasattr(task, name):
-                setattr(task, name, value)
     if not hasattr(task, "reward"):
         examples: Examples = _Own(task, path, length)
         examples[0]  # a mistake is told now, before anything starts
         return examples
+    for name, value in (("baseline", 0.0), ("letters", None)):  # what a judge may leave out
+        if not hasattr(task, name):
+            setattr(task, name, value)
     judge = _OwnJudge(task, path, length)
     judge[0]
     with suppress(SandboxUnavailable):

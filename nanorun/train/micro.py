@@ -1,9 +1,8 @@
 """One micro-batch: forward and backward, its gradients added to those so far. Launched, or replayed.
 
-Launched, the host hands the GPU one kernel after the other. A micro-step of a d12 in eight bits is 1,100 of them
-in 40 ms, with Python between many, and on an H200 the host was the slower of the two: 695 thousand tokens a
-second where the kernels alone would have made 820 (docs/speed.md). Replayed, all of it is recorded once as a
-CUDA graph and then started by a single call.
+Launched, the host hands the GPU one kernel after the other, with Python between many. For a d12 in eight bits on
+an H200 it was the slower of the two: 695 thousand tokens a second, where the kernels alone would have made 820
+(docs/speed.md). Replayed, all of it is recorded once as a CUDA graph and then started by a single call.
 
 A graph is a list of kernels with the addresses they read and write. So what goes in is copied to fixed places,
 gradients stay in theirs from step to step (zeroed, not forgotten), and weights must change in place, as all ours
@@ -11,7 +10,7 @@ do. Both ways compute the same bits, and `Replayed` launches what it cannot repl
 compile, and any of another shape.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -51,16 +50,15 @@ class Replayed:
 
     keeps_gradients = True
 
-    def __init__(self, forward: Callable[..., Tensor], parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, forward: Callable[..., Tensor], parameters: Sequence[nn.Parameter]) -> None:
         self.forward = forward
         self.launched = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.possible = True
         self.given: list[Tensor] = []  # where the graph reads its inputs
         self.loss = torch.empty(0)
-        self.trained, self.scale = torch.ones(()), torch.ones(())
+        self.trained, self.scale = (torch.ones((), device=parameters[0].device) for _ in range(2))
         for parameter in parameters:
-            self.trained, self.scale = (x.to(parameter.device) for x in (self.trained, self.scale))
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
