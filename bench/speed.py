@@ -1,27 +1,30 @@
 """Everything about training speed in one lease of a GPU: are the kernels right, what does each lever give, where
 does the time go, how fast are the larger models.
 
-    python bench/speed.py WORK --minutes 18 [--parts check,rates,levers,budget,depths,start] [--steps 8]
+    python bench/speed.py WORK --minutes 18 [--parts check,rates,warm,levers,budget,depths,start] [--steps 8]
 
 WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer). Parts run in this order, each measurement
-in a process of its own, which may fail or hang: it is reported and the next one begins. Variants are compiled
-ahead, several at a time, since that needs cores and not the GPU; only then is anything timed. Results are
-written as they come, to WORK/results/levers-d12-GPU.json and budget-d12-GPU.json; tables for people go to stdout,
+in a process of its own, which may fail or hang: it is reported and the next one begins. Variants start several at a
+time, since that needs cores and not the GPU, and wait; only then is one after the other timed. Results are written
+as they come, to WORK/results/levers-d12-GPU.json and budget-d12-GPU.json; tables for people go to stdout,
 one JSON line last. `--predict FILE` measures nothing and writes what the budget should be.
 
     check    the GPU tests of every kernel                                          about  90 s
     rates    matmuls of a d12 in bf16 and fp8, both passes; bytes/s of the kernels  about  15 s
-    levers   all on, then each off (and some instead), a few steps each             about 120 s to compile, 20 s each
+    warm     every variant once, so that what follows finds it compiled             a few minutes, not timed
+    levers   all on, then each off (and some instead), a few steps each             about  15 s each
     budget   nanoseconds a token by part, predicted and profiled, all on and bf16   with the levers
-    depths   d20 and d24, all on                                                    about  90 s each
+    depths   d20 and d24, all on                                                    about  30 s each
     start    as `nanorun bench train`, all on: cold and warm seconds to the first step   about 120 s
 """
 
 import argparse
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-PARTS = ("check", "rates", "levers", "budget", "depths", "start")
+PARTS = ("check", "rates", "warm", "levers", "budget", "depths", "start")
 ALL_ON: dict[str, Any] = {"fp8": "all", "sparse_tables": True}
 # What each variant changes against all on; `options` are how to run, the rest is of the model.
 LEVERS: dict[str, dict[str, Any]] = {
@@ -52,6 +55,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "attention flex and cuDNN": {"options": {"backend": "auto"}, "without_flash": True},
     "micro-batches of 32 rows": {"options": {"device_batch": 32}},
 }  # fmt: skip
+DEPTHS = (20, 24)
 PROFILED = ("all on", "fp8 none (bf16)")
 
 
@@ -74,31 +78,13 @@ class Bench:
 
     def child(self, ask: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """One measurement elsewhere; None, and the reason kept, when it fails."""
-        name = f"{ask['do']} {ask.get('name', '')}".strip()
-        env = {**os.environ, "NANORUN_HOME": str(self.args.work), "PYTHONUNBUFFERED": "1"}
-        if ask.get("changes", {}).get("without_flash"):
-            env["NANORUN_WITHOUT_FLASH"] = "1"
-        seconds = min(seconds, max(self.left(), 1))
-        log = self.folder / f"{name.replace(' ', '-').replace(',', '')}.log"
+        return self.result_of(Child(self, ask), seconds)
+
+    def result_of(self, child: "Child", seconds: float) -> dict[str, Any] | None:
         try:
-            with log.open("w") as errors:
-                done = subprocess.run(
-                    [sys.executable, __file__, "--child"],
-                    input=json.dumps(ask),
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    timeout=seconds,
-                    env=env,
-                    cwd=ROOT,
-                )
-        except subprocess.TimeoutExpired:
-            return self.failed(name, f"not done after {seconds:.0f} s")
-        if done.returncode:
-            lines = [line for line in log.read_text().splitlines() if line.strip()]
-            return self.failed(name, lines[-1][:300] if lines else f"exit code {done.returncode}")
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
+            return child.go(min(seconds, max(self.left(), 1)))
+        except RuntimeError as error:
+            return self.failed(child.name, str(error))
 
     def failed(self, name: str, why: str) -> None:
         print(f"{name}: FAILED, {why}", flush=True)
@@ -138,44 +124,58 @@ class Bench:
             for row in found["kernels"]:
                 print(f"  {row['name']:<28} {row['us']:>8} µs  {row['tb_s']:>6} TB/s", flush=True)
 
+    def warm(self) -> None:
+        """Fills the compile caches with every variant; nothing is timed."""
+        asks = [self.ask("warm", name, LEVERS[name]) for name in self.wanted()]
+        asks += [{**self.ask("warm", f"d{depth} all on", {}), "depth": depth} for depth in DEPTHS]
+        with ThreadPoolExecutor(self.args.together) as pool:
+            list(pool.map(lambda ask: self.child(ask, 400), asks))
+
+    def wanted(self) -> list[str]:
+        return self.args.levers.split(";") if self.args.levers else list(LEVERS)
+
     def levers(self) -> None:
-        wanted = self.args.levers.split(";") if self.args.levers else list(LEVERS)
+        wanted = self.wanted()
+        profiled = [name for name in wanted if name in PROFILED and "budget" in self.args.chosen]
+        asks = [self.ask("timed", name, LEVERS[name], profile=name in profiled) for name in wanted]
+        for first in range(0, len(asks), self.args.together):
+            self.lot(asks[first : first + self.args.together], "rows")
+
+    def depths(self) -> None:
+        self.lot(
+            [{**self.ask("timed", f"d{d} all on", {}), "depth": d, "steps": 4} for d in DEPTHS], "depths"
+        )
+
+    def lot(self, asks: list[dict[str, Any]], into: str) -> None:
+        """Some variants: all start together, since starting needs cores and not the GPU, and wait; then each is timed
+        while the others do nothing."""
+        if self.left() < 60:
+            for ask in asks:
+                self.failed(f"timed {ask['name']}", "no time left")
+            return
         begin = time.monotonic()
-        with ThreadPoolExecutor(self.args.together) as pool:  # compiling, not timed
-            list(pool.map(lambda n: self.child(self.ask("warm", n, LEVERS[n]), 240), wanted))
-        print(f"compiled {len(wanted)} variants in {time.monotonic() - begin:.0f} s", flush=True)
-        for name in wanted:
-            if self.left() < 30:
-                self.failed(f"timed {name}", "no time left")
-                continue
-            profiled = name in PROFILED and "budget" in self.args.chosen
-            row = self.child(self.ask("timed", name, LEVERS[name], profile=profiled), 150)
+        children = [Child(self, ask) for ask in asks]
+        until = begin + min(300, self.left())
+        for child in children:
+            child.wait_until_ready(until - time.monotonic())
+        print(f"{len(asks)} variants ready after {time.monotonic() - begin:.0f} s", flush=True)
+        for child in children:
+            row = self.result_of(child, 60)
             if row is None:
                 continue
+            name = child.ask["name"]
             budget = row.pop("budget", None)
             if budget is not None:
                 self.budgets[name] = budget
-                write_budget(
-                    self.folder / f"budget-d{self.args.depth}-{self.args.gpu}.json", self.budgets, self.args
-                )
+                path = self.folder / f"budget-d{self.args.depth}-{self.args.gpu}.json"
+                write_budget(path, self.budgets, self.args)
                 show_budget(name, budget)
-            self.keep(rows=[*self.found["rows"], {"name": name, **row}])
+            self.keep(**{into: [*self.found.get(into, []), {"name": name, **row}]})
             print(
                 f"{name:<28} {row['tokens_per_s']:>9,} tokens/s  {row['peak_gib']:.1f} GiB  "
                 f"loss {row['loss']:.3f}  first step {row['first_step_s']} s  {row['graphs']} graphs",
                 flush=True,
             )
-
-    def depths(self) -> None:
-        for depth in (20, 24):
-            if self.left() < 90:
-                self.failed(f"d{depth}", "no time left")
-                continue
-            name = f"d{depth} all on"
-            row = self.child({**self.ask("timed", name, {}), "depth": depth, "steps": 4}, 240)
-            if row is not None:
-                self.keep(depths=[*self.found.get("depths", []), {"name": name, **row}])
-                print(f"{name:<28} {row['tokens_per_s']:>9,} tokens/s  {row['peak_gib']:.1f} GiB", flush=True)
 
     def start(self) -> None:
         result = self.child(self.ask("start", "", {}, steps=16), 300)
@@ -187,6 +187,70 @@ class Bench:
                 f"{result['first_step_cold_s']} s cold, {result['first_step_warm_s']} s warm",
                 flush=True,
             )
+
+
+class Child:
+    """A measurement in a process of its own. A timed one says when it is ready, and waits to be told to go."""
+
+    def __init__(self, bench: Bench, ask: dict[str, Any]) -> None:
+        self.ask = ask
+        self.name = f"{ask['do']} {ask.get('name', '')}".strip()
+        env = {**os.environ, "NANORUN_HOME": str(bench.args.work), "PYTHONUNBUFFERED": "1"}
+        if ask.get("changes", {}).get("without_flash"):
+            env["NANORUN_WITHOUT_FLASH"] = "1"
+        self.log = bench.folder / f"{self.name.replace(' ', '-').replace(',', '')}.log"
+        with self.log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "--child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+                cwd=ROOT,
+            )
+        self.said: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._tell(json.dumps(ask))
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Or until it has failed, which `go` finds out."""
+        try:
+            line = self.said.get(timeout=max(seconds, 1))
+        except queue.Empty:
+            self.process.kill()
+            line = None
+        if line is None:
+            self.said.put(None)
+
+    def go(self, seconds: float) -> dict[str, Any]:
+        self._tell("go")
+        last = ""
+        try:
+            while (line := self.said.get(timeout=seconds)) is not None:
+                last = line
+        except queue.Empty:
+            self.process.kill()
+            raise RuntimeError(f"not done after {seconds:.0f} s") from None
+        if self.process.wait() or not last.startswith("{"):
+            lines = [line for line in self.log.read_text().splitlines() if line.strip()]
+            raise RuntimeError(lines[-1][:300] if lines else f"exit code {self.process.returncode}")
+        found: dict[str, Any] = json.loads(last)
+        return found
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and `go` says how
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.put(line.strip())
+        self.said.put(None)
 
 
 def predicted(args: argparse.Namespace) -> dict[str, Any]:
@@ -265,6 +329,8 @@ def timed(ask: dict[str, Any]) -> dict[str, Any]:
             first = time.perf_counter() - begin
             if ask["do"] == "warm":
                 return {"first_step_s": round(first, 1)}
+            print("ready", flush=True)
+            sys.stdin.readline()
             steps = [loop.train_step(t) for _ in range(3 + ask["steps"])][3:]
             graphs = counters["stats"]["unique_graphs"]
             row = {
@@ -291,7 +357,7 @@ def budget_of(t: Any) -> dict[str, Any]:
 
     tokens = t.config.train.batch_tokens
     shape = budget.Shape(t.loader.rows * t.config.model.context, tokens)
-    predicted, measured = budget.predict(t.config.model, shape), budget.measure(t)
+    predicted, measured = budget.predict(t.model.config, shape), budget.measure(t)
     parts = {
         part: {"predicted": predicted.get(part), "measured": measured["ns"].get(part)}
         for part in budget.PARTS
@@ -404,8 +470,11 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    from nanorun.bytecode import keep_bytecode
+
+    keep_bytecode()
     if "--child" in sys.argv:
-        ask = json.load(sys.stdin)
+        ask = json.loads(sys.stdin.readline())
         measure = {"rates": rates, "start": start}.get(ask["do"], timed)
         print(json.dumps(measure(ask)), flush=True)
         return
@@ -421,7 +490,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=524_288)
     parser.add_argument("--steps", type=int, default=8, help="timed, of each variant")
     parser.add_argument("--fp8", default="all", help="what is meant by all on, should the loss ask for less")
-    parser.add_argument("--together", type=int, default=4, help="variants compiled at a time")
+    parser.add_argument("--together", type=int, default=7, help="variants that start at a time")
     parser.add_argument("--gpu", default="h200", help="its name in the file's")
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")

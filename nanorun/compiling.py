@@ -4,24 +4,41 @@ torch keeps what it compiled on disk, in three layers: graphs as autograd split 
 them, and what Triton made of those. Two settings are ours. The first layer passes over every graph with a
 hand-written backward pass, as all of ours have, unless told otherwise; traced anew, a warm start costs most of
 what a cold one does. And since it does not look into operators, the text of our own model is made part of its
-key: whoever edits a kernel's gradient does not meet the graph from before.
+key: whoever edits a kernel's gradient does not meet the graph from before. It stands in the environment, too, since
+torch's compile workers are processes of their own, and what they tune is looked up under that key. (With the key in
+one place only, every start timed 170 ways to run the optimizer's kernels again: 5 seconds.)
+
+What precedes the first layer is tracing: torch reads the model's Python, at every start. It is quick where it finds
+operators and slow where it finds gradients written by hand, so those are marked (`kernels.whole`) and passed over;
+autograd follows them later, and its work is kept on disk.
 """
 
 import functools
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from nanorun.model.kernels import WHOLE
+
+KEY = "TORCH_COMPILE_CACHE_KEY_TAG"
+
 
 def compiled(model: nn.Module) -> Callable[..., Tensor]:
     """The model, compiled for each shape it meets, when it meets it."""
     import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
 
     functorch.autograd_cache_allow_custom_autograd_functions = True
-    torch.compiler.config.cache_key_tag = source_digest()
+    os.environ[KEY] = torch.compiler.config.cache_key_tag = source_digest()
+    for function in WHOLE:
+        torch.compiler.allow_in_graph(function)
+        inductor.unsafe_marked_cacheable_functions[f"{function.__module__}.{function.__name__}"] = (
+            source_digest()
+        )
     forward: Callable[..., Tensor] = torch.compile(model, dynamic=False)
     return forward
 

@@ -29,7 +29,7 @@ DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 1
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 # Each holds what stands before it. layers: queries, keys and values; head: its gradients; all: the logits, too
-Fp8 = Literal["none", "mlp", "layers", "head", "all"]
+Fp8 = Literal["auto", "none", "mlp", "layers", "head", "all"]
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class ModelConfig:
     fused_qkv: bool = True  # one matmul for queries, keys and values
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
-    sparse_tables: bool = False  # on CUDA, gradients of embeddings are added row by row, in place
+    sparse_tables: bool = True  # on CUDA, gradients of embeddings are added row by row, in place
     cast_once: bool = False  # 16-bit copies of the weights are made after an update, not at each use
-    fp8: Fp8 = "none"  # which matmuls are in eight bits, while training, on a GPU that has them
+    fp8: Fp8 = "auto"  # which matmuls are in eight bits, while training, on a GPU that has them
 
     def __post_init__(self) -> None:
         sizes = (self.depth, self.dim, self.heads, self.kv_heads, self.mlp_ratio)
@@ -74,6 +74,13 @@ class ModelConfig:
             raise UserError(
                 f"{self.heads} heads and {self.kv_heads} kv heads do not divide a width of {self.dim} evenly."
             )
+
+    def eight_bits(self, possible: bool) -> Fp8:
+        """Which matmuls are in eight bits where that is possible or not. `auto` is all of them, from the width on at
+        which it was seen to pay and to learn as well (docs/speed.md)."""
+        if self.fp8 != "auto":
+            return self.fp8
+        return "all" if possible and self.dim >= 768 and self.dim % 16 == 0 else "none"
 
     @property
     def head_dim(self) -> int:

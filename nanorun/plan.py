@@ -310,7 +310,8 @@ def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -
 def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:
     mfu, source = gpu.mfu, f"assumed for {gpu.name}"
     speed = _speed_of_width(model.dim)
-    measured = measured_mfu(gpu, model.depth, results, model.fp8)
+    eight_bits = model.eight_bits(gpu.fp8_tflops is not None)
+    measured = measured_mfu(gpu, model.depth, results, eight_bits) or measured_mfu(gpu, model.depth, results)
     if measured is not None:
         mfu, depth, source = measured
         speed /= _speed_of_width(scale_model(depth, model.vocab_size, model.context).dim)

@@ -62,6 +62,7 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     dim, depth, vocab = config.dim, config.depth, config.padded_vocab
     kv_dim, hidden = config.kv_heads * config.head_dim, config.mlp_ratio * config.dim
     eight = {
+        "auto": (),  # as nobody has chosen yet
         "none": (),
         "mlp": ("up", "down"),
         "layers": ("up", "down", "qkv"),

@@ -75,7 +75,7 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
         batch_tokens=config.train.batch_tokens,
         device_batch=training.loader.rows,
         attention=sorted({layer.attention.backend for layer in training.model.layers()}),
-        fp8=config.model.fp8,
+        fp8=training.model.config.fp8,
         steps=steps,
         tokens_per_s=round(speed),
         ms_per_step=round(1e3 * median, 2),

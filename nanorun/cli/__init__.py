@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from nanorun import __version__, console
+from nanorun.bytecode import keep_bytecode
 from nanorun.cli import bench, data, eval, start, talk, tok, train
 from nanorun.errors import UserError
 
@@ -46,6 +47,7 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 def main(args: list[str] | None = None) -> NoReturn:
     # Threads that wait asleep: spinning ones make training ten times slower as soon as anything else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    keep_bytecode()
     signal.signal(signal.SIGTERM, _stop)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal without our signs shows others, it does not fail

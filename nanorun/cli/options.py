@@ -31,7 +31,8 @@ TokenizerName = Annotated[
 BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa, cudnn, flex or flash.")]
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32.")]
 Fp8Name = Annotated[
-    str | None, typer.Option("--fp8", help="8-bit matmuls: none, mlp, layers, head or all (default: none).")
+    str | None,
+    typer.Option("--fp8", help="8-bit matmuls: auto, none, mlp, layers, head or all (default: auto)."),
 ]
 TaskFiles = Annotated[
     Path | None,

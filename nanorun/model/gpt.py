@@ -21,7 +21,7 @@ be served. The model knows nothing of ranks, files or optimizers. Shapes: B batc
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -406,9 +406,11 @@ def empty(
 ) -> GPT:
     """A model on the device whose weights are yet to be made or loaded."""
     spare_plans()
+    eight_bits = learns and fp8.works(device) and dtype == torch.bfloat16
+    config = replace(config, fp8=config.eight_bits(eight_bits))
     means = Means(
         kernels_run_on(device),
-        learns and fp8.works(device) and dtype == torch.bfloat16,
+        eight_bits,
         dtype if learns and config.cast_once and dtype != torch.float32 else None,
         learns and config.sparse_tables and kernels_run_on(device),
     )

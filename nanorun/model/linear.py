@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanorun.model.kernels import whole
+
 
 class Linear(nn.Linear):
     """Without bias; the fp32 weight is cast to the activation's dtype, unless there is a copy in it."""
@@ -39,13 +41,19 @@ class LowCopy(nn.Module):
         self.register_buffer("rows", torch.empty(outputs, inputs, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
-        y: Tensor = _Product.apply(x.flatten(0, -2), self.rows, *weights)
+        y = _product(x.flatten(0, -2), self.rows, *weights)
         return y.view(*x.shape[:-1], -1)
 
     @torch.no_grad()
     def renew(self, *weights: Tensor) -> None:
         for rows, weight in zip(self.rows.split([w.shape[0] for w in weights]), weights, strict=True):
             rows.copy_(weight)
+
+
+@whole
+def _product(*arguments: Any) -> Tensor:
+    result: Tensor = _Product.apply(*arguments)
+    return result
 
 
 class _Product(torch.autograd.Function):

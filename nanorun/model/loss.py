@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanorun.model.kernels import fp8, softcap_loss
+from nanorun.model.kernels import fp8, softcap_loss, whole
 
 IGNORE = -1  # the target of a position that is not trained; the loader's
 Reduction = Literal["sum", "none"]
@@ -105,7 +105,7 @@ def chunked_loss(
         )
     if learns and copies is not None:
         assert softcap is not None
-        return _EightBitLoss.apply(
+        return _eight_bit_loss(
             rows,
             weight,
             flat,
@@ -118,7 +118,7 @@ def chunked_loss(
             exact_logits,
         )
     if learns:
-        return _ChunkedLoss.apply(
+        return _chunked_loss(
             rows, weight, flat, softcap, vocab_size, size, fused, x.requires_grad, weight.requires_grad
         )
     head = weight.to(x.dtype)
@@ -129,6 +129,18 @@ def chunked_loss(
     if reduction == "none":
         return torch.cat(losses).view(targets.shape)
     return torch.stack([loss.sum() for loss in losses]).sum()
+
+
+@whole
+def _chunked_loss(*arguments: Any) -> Tensor:
+    result: Tensor = _ChunkedLoss.apply(*arguments)
+    return result
+
+
+@whole
+def _eight_bit_loss(*arguments: Any) -> Tensor:
+    result: Tensor = _EightBitLoss.apply(*arguments)
+    return result
 
 
 class _ChunkedLoss(torch.autograd.Function):

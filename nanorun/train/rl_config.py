@@ -92,7 +92,9 @@ def configure(
     batch = rl.problems * rl.samples * rl.max_tokens
     defaults: dict[str, Any] = {"eval_every": 25, "save_every": 25, "save_minutes": 10.0, "seed": 0}
     config = TrainConfig(steps=steps, batch_tokens=batch, **{**defaults, **(train or {})})
-    return name, replace(theirs, optim=_rates(theirs.optim, rate_share), train=config, kind="rl"), rl
+    model = replace(theirs.model, fp8="none")  # what is learned must be what the engine sampled
+    optim = _rates(theirs.optim, rate_share)
+    return name, replace(theirs, model=model, optim=optim, train=config, kind="rl"), rl
 
 
 def _rates(parent: OptimConfig, share: float) -> OptimConfig:

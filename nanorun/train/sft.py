@@ -140,7 +140,8 @@ def configure(parent: Config, choices: Choices, material: Material) -> Config:
     """The run's configuration: the parent's, with the batch, the rates and the length of this stage."""
     context = choices.context or parent.model.context
     short = parent.model.short_window or -(-parent.model.context // 4 // 128) * 128
-    model = replace(parent.model, context=context, short_window=short)  # its layers see as far as they did
+    # Its layers see as far as they did. So little text needs no haste: sixteen bits.
+    model = replace(parent.model, context=context, short_window=short, fp8="none")
     rows, steps = how_long(parent, choices, material, context)
     train = replace(
         parent.train,

@@ -212,3 +212,10 @@ def test_copies_cast_once_give_what_casting_at_each_use_gives(fused):
     assert losses[0] == losses[1]
     for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert (one.grad - other.grad).norm() <= 0.01 * one.grad.norm(), name
+
+
+def test_eight_bits_are_chosen_where_they_are_there_and_pay():
+    wide, narrow = scale_model(12, 500), scale_model(4, 500)
+    assert wide.eight_bits(possible=True) == "all"
+    assert wide.eight_bits(possible=False) == narrow.eight_bits(possible=True) == "none"
+    assert replace(narrow, fp8="mlp").eight_bits(possible=False) == "mlp", "what was asked for stays asked for"

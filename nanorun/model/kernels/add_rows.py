@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanorun.model.kernels import whole
+
 try:
     import triton
     import triton.language as tl
@@ -32,6 +34,7 @@ def reference(sums: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
     return sums.index_add(0, tokens.flatten(), rows.flatten(0, -2).to(sums.dtype))
 
 
+@whole
 def look_up(table: Tensor, sums: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of (V, D), as `dtype`; their gradients go to `sums`."""
     rows: Tensor = _LookUp.apply(table, sums, tokens, dtype)

@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanorun.config import NORM_EPSILON
+from nanorun.model.kernels import whole
 
 try:
     import triton
@@ -107,13 +108,13 @@ class Copies(nn.Module):
 def norm_linear(x: Tensor, copies: Copies, weights: list[Tensor], kept: int) -> tuple[Tensor, Tensor]:
     """norm(x)·wᵀ for (..., D) x and the stacked weights, and norm(x)'s first channels unquantized."""
     flat = x.flatten(0, -2)
-    y, first = _NormLinear.apply(flat, copies.rows, copies.columns, copies.unit, kept, *weights)
+    y, first = _norm_linear(flat, copies.rows, copies.columns, copies.unit, kept, *weights)
     return y.view(*x.shape[:-1], -1), first.view(*x.shape[:-1], kept)
 
 
 def norm_mlp(x: Tensor, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """down(relu(up(norm(x)))²) for (..., D) x."""
-    y: Tensor = _NormMLP.apply(
+    y = _norm_mlp(
         x.flatten(0, -2),
         up_weight,
         down_weight,
@@ -127,6 +128,18 @@ def norm_mlp(x: Tensor, up: Copies, down: Copies, up_weight: Tensor, down_weight
         down.longest,
     )
     return y.view(x.shape)
+
+
+@whole
+def _norm_linear(*arguments: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _NormLinear.apply(*arguments)
+    return result
+
+
+@whole
+def _norm_mlp(*arguments: Any) -> Tensor:
+    result: Tensor = _NormMLP.apply(*arguments)
+    return result
 
 
 class _NormLinear(torch.autograd.Function):

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import fp8
+from nanorun.model.kernels import fp8, whole
 
 try:
     import triton
@@ -64,6 +64,7 @@ def reference(
     return turned(q), turned(k), v
 
 
+@whole
 def rope_norm(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,10 +114,16 @@ def norm_heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fp8.norm_linear` of (B, T, D) x and then `rope_norm`: q, k, v, and norm(x)'s first channels."""
     arguments = (x.flatten(0, -2), copies.rows, copies.columns, copies.unit, cos, sin)
-    q, k, v, first = _NormHeads.apply(*arguments, kept, heads, kv_heads, gain, *weights)
+    q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, *weights)
     batch, time, _ = x.shape
     q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
     return q, k, v, first.view(batch, time, kept)
+
+
+@whole
+def _norm_heads(*arguments: Any) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = _NormHeads.apply(*arguments)
+    return result
 
 
 class _NormHeads(torch.autograd.Function):

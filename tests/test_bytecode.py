@@ -1,0 +1,50 @@
+"""Compiled modules are kept where Python would not keep them, and only there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+IMPORT = "from nanorun.bytecode import keep_bytecode; keep_bytecode(); import torch, sys; print(sys.pycache_prefix)"
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts Python with a torch of one line; what it says, and which compiled copies of that line there are."""
+    package = tmp_path / "packages" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("stand_in = True\n")
+
+    def run(**settings):
+        hidden = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "XDG_CACHE_HOME")
+        env = {k: v for k, v in os.environ.items() if k not in hidden}
+        env |= {"PYTHONPATH": f"{package.parent}:{ROOT}", "HOME": str(tmp_path / "me"), **settings}
+        done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        kept = [p.relative_to(tmp_path) for p in tmp_path.rglob("*.pyc") if "packages/torch" in str(p)]
+        return done.stdout.strip(), [str(p.parent) for p in kept]
+
+    return run
+
+
+def test_where_python_is_told_not_to_keep_bytecode_it_is_kept_in_the_cache(start, tmp_path):
+    said, kept = start(PYTHONDONTWRITEBYTECODE="1")
+    assert said == str(tmp_path / "me/.cache/nanorun/bytecode")
+    assert len(kept) == 1
+    assert kept[0].startswith("me/.cache/nanorun/bytecode")
+
+
+def test_where_python_keeps_it_nothing_changes(start):
+    for _ in range(2):
+        assert start() == ("None", ["packages/torch/__pycache__"])
+    assert start(PYTHONDONTWRITEBYTECODE="1") == ("None", ["packages/torch/__pycache__"])
+
+
+def test_a_place_that_the_person_named_stays(start, tmp_path):
+    said, kept = start(PYTHONPYCACHEPREFIX=str(tmp_path / "mine"))
+    assert said == str(tmp_path / "mine")
+    assert all(place.startswith("mine") for place in kept)
+    assert kept
