@@ -49,27 +49,34 @@ def learn(steps, replayed, compile_it=True, **changes):
     return losses, [p.detach().clone() for p in model.parameters()], micro
 
 
-@pytest.mark.parametrize("changes", [{}, {"fp8": "all"}], ids=str)
-def test_replayed_steps_are_the_launched_ones(changes):
-    plain, weights, _ = learn(6, replayed=False, **changes)
-    again, replayed_weights, micro = learn(6, replayed=True, **changes)
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+EIGHT_BITS = [{"fp8": "none"}, {"fp8": "all"}]
+
+
+@pytest.mark.parametrize("changes", EIGHT_BITS, ids=str)
+def test_with_deterministic_algorithms_replayed_bits_are_the_launched_ones(changes, deterministic):
+    plain, weights, _ = learn(5, replayed=False, **changes)
+    again, replayed_weights, micro = learn(5, replayed=True, **changes)
     assert micro.graph is not None
     assert micro.launched == 2 + 3, "two before recording, three of another shape"
-    assert again == pytest.approx(plain, abs=2e-3), "embedding gradients are added in any order"
-    for one, other in zip(weights, replayed_weights, strict=True):
-        assert (one - other).norm() <= 0.02 * one.norm() + 1e-4
-
-
-def test_with_deterministic_algorithms_replayed_bits_are_the_launched_ones():
-    torch.use_deterministic_algorithms(True)
-    try:
-        plain, weights, _ = learn(5, replayed=False)
-        again, replayed_weights, micro = learn(5, replayed=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert micro.graph is not None
     assert again == plain
     assert all(torch.equal(one, other) for one, other in zip(weights, replayed_weights, strict=True))
+
+
+@pytest.mark.parametrize("changes", EIGHT_BITS, ids=str)
+def test_replayed_steps_learn_as_launched_ones_do(changes):
+    """Not to the bit: gradients of embeddings are added in any order, and the first steps are steep."""
+    plain, _, _ = learn(6, replayed=False, **changes)
+    again, _, micro = learn(6, replayed=True, **changes)
+    assert micro.graph is not None
+    assert again[0] == pytest.approx(plain[0], rel=1e-5), "before the first update"
+    assert again == pytest.approx(plain, abs=0.1)
 
 
 UNRECORDABLE = """
