@@ -333,8 +333,10 @@ def timed(ask: dict[str, Any]) -> dict[str, Any]:
             sys.stdin.readline()
             steps = [loop.train_step(t) for _ in range(3 + ask["steps"])][3:]
             graphs = counters["stats"]["unique_graphs"]
+            speed = steps[0].tokens / statistics.median(s.seconds for s in steps)
             row = {
-                "tokens_per_s": round(steps[0].tokens / statistics.median(s.seconds for s in steps)),
+                "tokens_per_s": round(speed),
+                "mfu": t.config.model.flops_per_token * speed / t.peak_flops if t.peak_flops else None,
                 "ms_per_step": round(1e3 * statistics.median(s.seconds for s in steps), 2),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if t.device.type == "cuda" else 0.0,
                 "loss": steps[-1].loss,

@@ -123,12 +123,13 @@ def levers(result: dict[str, Any]) -> str:
     rows = [*result["rows"], *result.get("depths", [])]
     best = result["rows"][0]["tokens_per_s"] if result["rows"] else 1
     table = markdown(
-        ["variant", "tokens/s", "of all on", "GiB at the peak", "loss after the last step"],
+        ["variant", "tokens/s", "of all on", "MFU", "GiB at the peak", "loss after the last step"],
         [
             [
                 row["name"],
                 f"{row['tokens_per_s']:,}",
                 f"{row['tokens_per_s'] / best:.1%}" if row in result["rows"] else "–",
+                f"{row['mfu']:.1%}" if row.get("mfu") else "–",
                 f"{row['peak_gib']:.1f}",
                 f"{row['loss']:.3f}",
             ]
