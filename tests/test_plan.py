@@ -164,7 +164,9 @@ def test_a_kept_measurement_replaces_the_assumption(tmp_path):
     assert measured_mfu(GPUS["a100-80"], 12, tmp_path) is None
     keep("d12-fast-h200", depth=12, mfu=0.6, fp8="all")
     sixteen = scale(12, VOCAB, model_changes={"fp8": "none"})
-    assert make_plan(scale(12, VOCAB), "h200", results=tmp_path).mfu == 0.6, "in eight bits, where there are any"
+    assert make_plan(scale(12, VOCAB), "h200", results=tmp_path).mfu == 0.6, (
+        "in eight bits, where there are any"
+    )
     assert make_plan(sixteen, "h200", results=tmp_path).mfu == 0.5
     keep("d12-newer-h200", depth=12, mfu=0.45, date="2026-12-01")
     assert make_plan(sixteen, "h200", results=tmp_path).mfu == 0.45

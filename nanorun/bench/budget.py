@@ -130,7 +130,7 @@ _NAMES = (
     ("ReLU²", r"_relu2_|relu"),
     ("loss", r"^_row$|_gradient_tile|tanh|log_softmax"),
     ("rotary and qk norm", r"^_forward_kernel|^_backward_(fp8_)?kernel"),
-    ("quantizing", r"_quantize_kernel|_measure_kernel|float8"),
+    ("quantizing", r"_quantize_kernel|_measure_kernel|_largest_kernel|float8"),
     ("norms and residual stream", r"^_norm_kernel|rms_norm|rsqrt|mean"),
     ("matmuls", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("embeddings", r"^_add_kernel|embedding|index_put|index_add|scatter|gather|sort|Memset|fill|zeros"),

@@ -5,7 +5,9 @@ import os
 import pytest
 import torch
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic tests need, before cuBLAS begins
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # what deterministic tests need, before cuBLAS begins
 
 
 @pytest.fixture(autouse=True)

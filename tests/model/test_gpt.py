@@ -218,4 +218,6 @@ def test_eight_bits_are_chosen_where_they_are_there_and_pay():
     wide, narrow = scale_model(12, 500), scale_model(4, 500)
     assert wide.eight_bits(possible=True) == "all"
     assert wide.eight_bits(possible=False) == narrow.eight_bits(possible=True) == "none"
-    assert replace(narrow, fp8="mlp").eight_bits(possible=False) == "mlp", "what was asked for stays asked for"
+    assert replace(narrow, fp8="mlp").eight_bits(possible=False) == "mlp", (
+        "what was asked for stays asked for"
+    )

@@ -36,6 +36,7 @@ except ImportError:  # a CPU build of torch has no Triton
 TOKENS = 16  # of one head, for each program
 TILE_TOKENS = 64  # where what is written is transposed, too
 SLOTS = 64
+MEASURED = 16_384  # numbers at a time, of gradients whose largest is wanted
 
 
 def fits(head_dim: int) -> bool:
@@ -265,6 +266,19 @@ if triton is not None:
             tl.store(dqkv + at + DIM // 2, dxb.to(dqkv.dtype.element_ty), mask=inside)
 
     @triton.jit
+    def _largest_kernel(dq, dk, dv, largest, q_size, k_size, v_size, AT_ONCE: tl.constexpr):
+        """The largest entries of three tensors by one launch."""
+        at = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+        which = tl.program_id(1)
+        if which == 0:
+            found = tl.load(dq + at, mask=at < q_size, other=0.0)
+        elif which == 1:
+            found = tl.load(dk + at, mask=at < k_size, other=0.0)
+        else:
+            found = tl.load(dv + at, mask=at < v_size, other=0.0)
+        tl.atomic_max(largest + which, tl.max(tl.abs(found.to(tl.float32)), 0), sem="relaxed")
+
+    @triton.jit
     def _backward_fp8_kernel(
         qkv,
         cos,
@@ -273,9 +287,7 @@ if triton is not None:
         dk,
         dv,
         steepest,
-        q_largest,
-        k_largest,
-        v_largest,
+        largest,
         reach,
         out,
         out_t,
@@ -292,8 +304,8 @@ if triton is not None:
         SLOTS: tl.constexpr,
         MOST: tl.constexpr,
     ):
-        turned = tl.maximum(tl.load(q_largest), tl.load(k_largest))
-        bound = tl.maximum(turned * fp8.largest_of(steepest, SLOTS) * reach, tl.load(v_largest))
+        turned = tl.maximum(tl.load(largest), tl.load(largest + 1))
+        bound = tl.maximum(turned * fp8.largest_of(steepest, SLOTS) * reach, tl.load(largest + 2))
         size, scale = fp8.power_of_two(bound, MOST)
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         head = tl.program_id(1)
@@ -435,7 +447,11 @@ def backward_fp8(
     head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
     tokens = qkv.shape[0]
     out, out_t, unit = fp8.both_ways(qkv, fp8.E5M2)
-    largest = [fp8.measured(gradient.view(tokens, -1)) for gradient in (dq, dk, dv)]
+    largest = qkv.new_zeros(3, dtype=torch.float32)
+    programs = triton.cdiv(max(gradient.numel() for gradient in (dq, dk, dv)), MEASURED)
+    _largest_kernel[(programs, 3)](
+        dq, dk, dv, largest, dq.numel(), dk.numel(), dv.numel(), MEASURED, num_warps=8
+    )
     _backward_fp8_kernel[(triton.cdiv(tokens, TILE_TOKENS), heads + 2 * kv_heads)](
         qkv,
         cos,
@@ -444,7 +460,7 @@ def backward_fp8(
         dk,
         dv,
         steepest,
-        *largest,
+        largest,
         gain * head_dim**0.5,
         out,
         out_t,
