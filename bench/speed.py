@@ -50,6 +50,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "bf16, cast once": {"fp8": "none", "cast_once": True},
     "sparse tables off": {"sparse_tables": False},
     "fused rope off": {"fused_rope": False},
+    "fused stream off": {"fused_stream": False},
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
     "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},
     "attention flex and cuDNN": {"options": {"backend": "auto"}, "without_flash": True},
@@ -100,7 +101,8 @@ class Bench:
 
     def check(self) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
-        command += ["tests/gpu/test_fp8_on_gpu.py", "tests/gpu/test_model_on_gpu.py", "-k", "not backends"]
+        command += ["tests/gpu/test_fp8_on_gpu.py", "tests/gpu/test_stream_on_gpu.py"]
+        command += ["tests/gpu/test_model_on_gpu.py", "-k", "not backends"]
         begin = time.monotonic()
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -371,7 +373,7 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
     """Matmuls as a d12 makes them, and the kernels around them, by CUDA events."""
     import torch
 
-    from nanorun.model.kernels import add_rows, fp8, rope_norm
+    from nanorun.model.kernels import add_rows, fp8, rope_norm, stream
     from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
 
     tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
@@ -425,6 +427,8 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
         matmuls.append(row)
 
     x, u = random(tokens, width), random(tokens, 4 * width)
+    y, g, start, first = (random(tokens, n) for n in (width, width, width, 12))
+    *_, inverse = fp8.norm_quantize(y)
     longest = torch.full((2,), 5.0, device="cuda")
     _, ht, unit = fp8.relu2_quantize(u, longest, width)
     parts = fp8.measure(x)
@@ -442,6 +446,10 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
         ("measure", 2 * narrow, lambda: fp8.measure(x)),
         ("quantize", 4 * narrow, lambda: fp8.quantize(x, parts, 0.0, fp8.E5M2)),
         ("norm_quantize", 4 * narrow, lambda: fp8.norm_quantize(x)),
+        ("stream forward", 10 * narrow, lambda: fp8.stream_norm_quantize(x, y, start, one, one)),
+        ("stream forward, unmixed", 8 * narrow, lambda: fp8.stream_norm_quantize(x, y, None, None, None)),
+        ("stream backward", 10 * narrow, lambda: stream.backward(x, y, inverse, g, first, start, one)),
+        ("stream backward, unmixed", 8 * narrow, lambda: stream.backward(x, y, inverse, g, None, None, None)),
         ("relu2_quantize", 4 * wide, lambda: fp8.relu2_quantize(u, longest, width)),
         ("relu2_backward", 5 * wide, lambda: fp8.relu2_backward(u, ht, unit, parts, longest)),
         ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, False)),

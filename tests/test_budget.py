@@ -38,6 +38,7 @@ def test_eight_bits_are_cheaper_step_by_step():
         ("_relu2_backward_kernel", "ReLU²"),
         ("_quantize_kernel", "quantizing"),
         ("_norm_kernel", "norms and residual stream"),
+        ("_stream_backward_kernel", "norms and residual stream"),
         ("_row", "loss"),
         ("_backward_kernel", "rotary and qk norm"),
         (

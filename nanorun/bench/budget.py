@@ -98,7 +98,7 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
         "rotary and qk norm": depth * 24 * dim,
         "ReLU²": depth * (9 if in_mlp else 10) * hidden,
-        "norms and residual stream": depth * 42 * dim,
+        "norms and residual stream": depth * (38 if in_layers and config.fused_stream else 42) * dim,
         "quantizing": depth
         * ((8 * dim if in_mlp else 0) + ((8 if config.fused_rope else 20) * dim if in_layers else 0)),
         "loss": (6 if in_head else 4) * vocab + 12 * vocab * dim / CHUNK_TOKENS,
@@ -131,7 +131,7 @@ _NAMES = (
     ("loss", r"^_row$|_gradient_tile|tanh|log_softmax"),
     ("rotary and qk norm", r"^_forward_kernel|^_backward_(fp8_)?kernel"),
     ("quantizing", r"_quantize_kernel|_measure_kernel|_largest_kernel|float8"),
-    ("norms and residual stream", r"^_norm_kernel|rms_norm|rsqrt|mean"),
+    ("norms and residual stream", r"^_norm_kernel|^_stream_|rms_norm|rsqrt|mean"),
     ("matmuls", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("embeddings", r"^_add_kernel|embedding|index_put|index_add|scatter|gather|sort|Memset|fill|zeros"),
     ("gradient accumulation", r"vectorized_elementwise.*add|CUDAFunctor_add"),

@@ -34,6 +34,7 @@ from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNEL
 from nanorun.model.attention import attend, everywhere, spare_plans, window_blocks
 from nanorun.model.kernels import add_rows, fp8, kernels_run_on, rope_norm
 from nanorun.model.kernels.fp8 import Copies
+from nanorun.model.kernels.stream import Stream
 from nanorun.model.linear import Linear, LowCopy
 from nanorun.model.loss import can_fuse, chunked_loss, plain_loss
 
@@ -96,21 +97,22 @@ class Attention(nn.Module):
         self.qkv_low = LowCopy(*stacked, copied_as) if copied_as else None
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
-    ) -> Tensor:
-        batch, time, _ = x.shape
+        self, stream: Stream, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        batch, time, _ = stream.x.shape
         config = self.config
         if self.qkv8 is not None and torch.is_grad_enabled():
-            q, k, v, gated = self._eight_bit_heads(x, rope)
+            x, q, k, v, gated = self._eight_bit_heads(stream, rope)
         else:
-            x = norm(x)
-            mixed, gated = self._mixed(x), x[..., :VALUE_GATE_CHANNELS]
+            x = stream.settled()
+            n = norm(x)
+            mixed, gated = self._mixed(n), n[..., :VALUE_GATE_CHANNELS]
             q, k, v = self._fused_heads(mixed, rope) if self.fused_rope else self._heads(mixed, rope)
         if value is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(gated))
             v = v + gate.unsqueeze(-1) * value.view_as(v)
         mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
-        return self.out(mixed.reshape(batch, time, config.dim))
+        return x, self.out(mixed.reshape(batch, time, config.dim))
 
     def renew(self) -> None:
         self.out.renew()
@@ -143,18 +145,20 @@ class Attention(nn.Module):
         return rope_norm.rope_norm(mixed, cos, sin, config.heads, config.kv_heads, config.qk_gain)
 
     def _eight_bit_heads(
-        self, x: Tensor, rope: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From the stream as it is; the last are the normed channels that the gate sees."""
+        self, stream: Stream, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The first is the stream, settled, the last are the normed channels that the gate sees."""
         assert self.qkv8 is not None
         config, weights = self.config, self._qkv_weights()
         kept = VALUE_GATE_CHANNELS if self.value_gate is not None else 0
         if self.fused_rope:
+            stream = stream if config.fused_stream else Stream(stream.settled())
             cos, sin = (table.squeeze(-2) for table in rope)
             heads = (config.heads, config.kv_heads, config.qk_gain)
-            return rope_norm.norm_heads(x, self.qkv8, weights, kept, cos, sin, *heads)
+            return rope_norm.norm_heads(stream, self.qkv8, weights, kept, cos, sin, *heads)
+        x = stream.settled()
         mixed, gated = fp8.norm_linear(x, self.qkv8, weights, kept)
-        return *self._heads(mixed, rope), gated
+        return x, *self._heads(mixed, rope), gated
 
     def _qkv_weights(self) -> list[Tensor]:
         return [self.q.weight, self.k.weight, self.v.weight]
@@ -163,6 +167,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, means: Means) -> None:
         super().__init__()
+        self.fused_stream = config.fused_stream
         hidden = config.mlp_ratio * config.dim
         in_eight = means.eight_bits and config.fp8 != "none"
         copied_as = None if in_eight else means.copied_as
@@ -171,10 +176,12 @@ class MLP(nn.Module):
         self.up8 = Copies(hidden, config.dim) if in_eight else None
         self.down8 = Copies(config.dim, hidden) if in_eight else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():
-            return fp8.norm_mlp(x, self.up8, self.down8, self.up.weight, self.down.weight)
-        return self.down(F.relu(self.up(norm(x))).square())
+            stream = stream if self.fused_stream else Stream(stream.settled())
+            return fp8.norm_mlp(stream, self.up8, self.down8, self.up.weight, self.down.weight)
+        x = stream.settled()
+        return x, self.down(F.relu(self.up(norm(x))).square())
 
     def renew(self) -> None:
         self.up.renew()
@@ -185,7 +192,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP norm their input themselves."""
+    """Attention and MLP norm their input themselves, and add up what is pending in it: each returns the stream that
+    it saw, and what it adds to it."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: Backend, means: Means) -> None:
         super().__init__()
@@ -193,10 +201,10 @@ class Block(nn.Module):
         self.mlp = MLP(config, means)
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
-    ) -> Tensor:
-        x = x + self.attention(x, value, rope, docs)
-        return x + self.mlp(x)
+        self, stream: Stream, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x, y = self.attention(stream, value, rope, docs)
+        return cast(tuple[Tensor, Tensor], self.mlp(Stream(x, y)))
 
 
 class GPT(nn.Module):
@@ -331,17 +339,20 @@ class GPT(nn.Module):
         if config.smear:
             x = self._smeared(x, docs)
         start, middle = x, x
+        y: Tensor | None = None  # still to be added to x
         for i, block in enumerate(self.layers()):
-            if config.residual_scalars:
-                x = self.lambdas[i].to(x.dtype) * x + self.mus[i].to(x.dtype) * start
+            mixing = (start, self.lambdas[i], self.mus[i]) if config.residual_scalars else ()
+            stream = Stream(x, y, *mixing)
             table = cast(Table, self.value_embeds[str(i)]) if config.has_value_embedding(i) else None
             value = table.rows(tokens, x.dtype) if table is not None else None
             if config.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, value, rope, docs, use_reentrant=False)
+                x, y = checkpoint(block, stream, value, rope, docs, use_reentrant=False)
             else:
-                x = block(x, value, rope, docs)
+                x, y = block(stream, value, rope, docs)
             if i == config.depth // 2:
+                x, y = x + y, None
                 middle = x
+        x = Stream(x, y).settled()
         if config.backout:
             x = x - self.backout_scale.to(x.dtype) * middle
         return norm(x)

@@ -14,6 +14,7 @@ from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import build
 from nanorun.model.kernels import add_rows, fp8, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
+from nanorun.model.kernels.stream import Stream
 from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
@@ -85,7 +86,9 @@ def test_the_compiled_mlp_agrees_with_float64_forward_and_backward(shape):
     up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
     down = draw(width, 4 * width, seed=2, size=0.02).requires_grad_()
     above = draw(1, rows, width, seed=3, size=1e-7)
-    fast = torch.compile(fp8.norm_mlp, dynamic=False, fullgraph=True)(x, copied(up), copied(down), up, down)
+    _, fast = torch.compile(fp8.norm_mlp, dynamic=False, fullgraph=True)(
+        Stream(x), copied(up), copied(down), up, down
+    )
     (fast.float() * above).sum().backward()
     exact = [t.detach().double().requires_grad_() for t in (x, up, down)]
     truth = F.linear(F.relu(F.linear(normed(exact[0]), exact[1])).square(), exact[2])
@@ -125,8 +128,8 @@ def test_compiled_eight_bit_heads_agree_with_float64(shape, own_angles):
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    fast = torch.compile(rope_norm.norm_heads, dynamic=False, fullgraph=True)(
-        x, copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
+    _, *fast = torch.compile(rope_norm.norm_heads, dynamic=False, fullgraph=True)(
+        Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
     )
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])

@@ -15,7 +15,7 @@ import compile_for_hopper as hopper  # first: it turns interpreting off
 import torch
 from triton.runtime.jit import JITFunction
 
-from nanorun.model.kernels import add_rows, fp8, rope_norm, softcap_loss
+from nanorun.model.kernels import add_rows, fp8, rope_norm, softcap_loss, stream
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -32,7 +32,12 @@ def launch_all(tokens: int, width: int, vocab: int = 32_768) -> None:
     fp8.quantize._init_fn(x, None, width**0.5, fp8.E4M3)
     weight = empty(4 * width, width, dtype=torch.float32)
     fp8.quantize._init_fn(weight, fp8.measure._init_fn(weight), 0.0, fp8.E4M3)
-    fp8.norm_quantize._init_fn(x)
+    *_, inverse = fp8.norm_quantize._init_fn(x)
+    first = empty(tokens, 12)
+    for mixed in ((x, scalar, scalar), (None, None, None)):
+        fp8.stream_norm_quantize._init_fn(x, x, *mixed)
+        for dfirst in (first, None):
+            stream.backward._init_fn(x, x, inverse, x, dfirst, *mixed[:2])
     _, ht, _ = fp8.relu2_quantize._init_fn(u, two, width)
     fp8.relu2_backward._init_fn(u, ht, scalar, largest, two)
     heads = width // 128

@@ -13,6 +13,7 @@ from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
 pytest.importorskip("triton", reason="Triton is not installed")
 from nanorun.model.kernels import fp8, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
+from nanorun.model.kernels.stream import Stream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ODD = [(33, 32), (130, 144), (1, 16), (257, 48)]  # more than a tile, less than one, no multiple of 16
@@ -128,7 +129,7 @@ def test_the_mlp_agrees_with_float64_forward_and_backward(shape):
     up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
     down = draw(width, 4 * width, seed=2, size=0.1).requires_grad_()
     above = draw(1, rows, width, seed=3, size=1e-7)
-    fast = fp8.norm_mlp(x, copied(up), copied(down), up, down)
+    _, fast = fp8.norm_mlp(Stream(x), copied(up), copied(down), up, down)
     (fast.float() * above).sum().backward()
     exact = [t.detach().double().requires_grad_() for t in (x, up, down)]
     truth = F.linear(F.relu(F.linear(normed(exact[0]), exact[1])).square(), exact[2])
@@ -163,7 +164,7 @@ def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles)
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    fast = rope_norm.norm_heads(x, copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
+    _, *fast = rope_norm.norm_heads(Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])
     mixed = F.linear(n, torch.cat(exact[1:]))

@@ -45,7 +45,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import whole
+from nanorun.model.kernels import stream, whole
+from nanorun.model.kernels.stream import Stream
 
 try:
     import triton
@@ -63,6 +64,7 @@ FAST_SUMS = True  # in x·wᵀ and g·w; sums over tokens are long and keep thei
 TILE = 128  # rows and columns at a time of what is read and written both ways
 SLOPE_COLUMNS = 64  # of the kernel that reads two tensors: a wider tile leaves room for one program at a time
 NORM_ROWS = 64
+ADDED_COLUMNS = 64  # not TILE: of one size, Triton would shuffle what is added as the 8-bit tile needs it
 MEASURED_ROWS, MEASURED_COLUMNS = 16, 256
 
 
@@ -112,10 +114,12 @@ def norm_linear(x: Tensor, copies: Copies, weights: list[Tensor], kept: int) -> 
     return y.view(*x.shape[:-1], -1), first.view(*x.shape[:-1], kept)
 
 
-def norm_mlp(x: Tensor, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """down(relu(up(norm(x)))²) for (..., D) x."""
-    y = _norm_mlp(
-        x.flatten(0, -2),
+def norm_mlp(
+    before: Stream, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The stream of (..., D), settled, and down(relu(up(norm(it)))²)."""
+    s, y = _norm_mlp(
+        *before.flat(),
         up_weight,
         down_weight,
         up.rows,
@@ -127,7 +131,7 @@ def norm_mlp(x: Tensor, up: Copies, down: Copies, up_weight: Tensor, down_weight
         down.unit,
         down.longest,
     )
-    return y.view(x.shape)
+    return s.view(before.x.shape) if before.pending() else before.x, y.view(before.x.shape)
 
 
 @whole
@@ -137,8 +141,8 @@ def _norm_linear(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @whole
-def _norm_mlp(*arguments: Any) -> Tensor:
-    result: Tensor = _NormMLP.apply(*arguments)
+def _norm_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _NormMLP.apply(*arguments)
     return result
 
 
@@ -166,7 +170,11 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
+        x: Tensor,  # (N, D)
+        y: Tensor | None,
+        start: Tensor | None,
+        scale: Tensor | None,
+        share: Tensor | None,
         up_weight: Tensor,
         down_weight: Tensor,
         up: Tensor,
@@ -177,29 +185,67 @@ class _NormMLP(torch.autograd.Function):
         down_columns: Tensor,
         down_unit: Tensor,
         down_longest: Tensor,
-    ) -> Tensor:
-        n, nt, n_unit, inverse = norm_quantize(x)
+    ) -> tuple[Tensor, Tensor]:
+        s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share)
         u = multiply(n, up, n_unit, up_unit, x.dtype, FAST_SUMS)
         h, ht, h_unit = relu2_quantize(u, up_longest, x.shape[1])
         ctx.save_for_backward(
-            x, inverse, nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest
+            *(s, inverse, start, scale, share),
+            *(nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
         )
-        return multiply(h, down, h_unit, down_unit, x.dtype, FAST_SUMS)
+        return handed_on(ctx, s), multiply(h, down, h_unit, down_unit, x.dtype, FAST_SUMS)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, inverse, nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = (
-            ctx.saved_tensors
-        )
+    def backward(ctx: Any, ds: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        s, inverse, start, scale, share, *rest = ctx.saved_tensors
+        nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = rest
         dy = dy.contiguous()
         largest = measure(dy)
         g, gt, g_unit = quantize(dy, largest, 0.0, E5M2)
-        dh = multiply(g, down_columns, g_unit, down_unit, x.dtype, FAST_SUMS)
+        dh = multiply(g, down_columns, g_unit, down_unit, s.dtype, FAST_SUMS)
         ddown = multiply(gt, ht, g_unit, h_unit, torch.float32, False)
         du, dut, du_unit = relu2_backward(dh, ht, h_unit, largest, down_longest)
-        dn = multiply(du, up_columns, du_unit, up_unit, x.dtype, FAST_SUMS).float()
+        dn = multiply(du, up_columns, du_unit, up_unit, s.dtype, FAST_SUMS)
         dup = multiply(dut, nt, du_unit, n_unit, torch.float32, False)
-        return norm_backward(dn, x, inverse), dup, ddown, *[None] * 8
+        return *settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share), dup, ddown, *[None] * 8
+
+
+def settle_and_norm(
+    ctx: Any,
+    x: Tensor,
+    y: Tensor | None,
+    start: Tensor | None,
+    scale: Tensor | None,
+    share: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """s, the stream with nothing left to do to it, and what `norm_quantize` makes of it."""
+    ctx.adds, ctx.pending = y is not None, y is not None or start is not None
+    if ctx.pending:
+        return stream_norm_quantize(x, y, start, scale, share)
+    return x, *norm_quantize(x)
+
+
+def handed_on(ctx: Any, s: Tensor) -> Tensor:
+    """s as a result of its own: where nothing was pending it is x, which its owner has."""
+    return s if ctx.pending else s.new_empty(0)
+
+
+def settle_backward(
+    ctx: Any,
+    dn: Tensor,
+    s: Tensor,
+    inverse: Tensor,
+    ds: Tensor,
+    dfirst: Tensor | None,
+    start: Tensor | None,
+    scale: Tensor | None,
+    share: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of what `settle_and_norm` took, from those of s and of its norm."""
+    if not ctx.pending:
+        return norm_backward(dn.float(), s, inverse, dfirst), None, None, None, None
+    dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, start, scale, share)
+    return dx, dx if ctx.adds else None, *others
 
 
 def multiply(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -294,6 +340,11 @@ if triton is not None:
     @triton.jit
     def _norm_kernel(
         x,
+        y,
+        start,
+        scale,
+        share,
+        s,
         q,
         qt,
         unit,
@@ -303,26 +354,45 @@ if triton is not None:
         padded,
         bound,
         eps,
+        ADDS: tl.constexpr,
+        MIXES: tl.constexpr,
         MOST: tl.constexpr,
         ROWS: tl.constexpr,
+        SUMMED: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        size, scale = power_of_two(bound, MOST)
+        size, fine = power_of_two(bound, MOST)
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        start = x + row.to(tl.int64)[:, None] * columns
-        squares = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(0, columns, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
+        begin = row.to(tl.int64)[:, None] * columns
+        once: tl.constexpr = "evict_first" if ADDS or MIXES else ""  # the cache is for s, which is read again
+        if MIXES:
+            scale = tl.load(scale).to(x.dtype.element_ty).to(tl.float32)
+            share = tl.load(share).to(x.dtype.element_ty).to(tl.float32)
+        squares = tl.zeros([ROWS, SUMMED], tl.float32)
+        for first in range(0, columns, SUMMED):
+            column = first + tl.arange(0, SUMMED)
             inside = (row < rows)[:, None] & (column < columns)[None, :]
-            tile = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            at = begin + column[None, :]
+            tile = tl.load(x + at, mask=inside, other=0.0, eviction_policy=once).to(tl.float32)
+            if ADDS:
+                tile += tl.load(y + at, mask=inside, other=0.0, eviction_policy=once).to(tl.float32)
+            if MIXES:
+                origin = tl.load(start + at, mask=inside, other=0.0, eviction_policy=once).to(tl.float32)
+                tile = scale * tile + share * origin
+            if ADDS or MIXES:
+                rounded = tile.to(s.dtype.element_ty)  # its norm is of what the backward pass will find
+                tl.store(s + at, rounded, mask=inside)
+                tile = rounded.to(tl.float32)
             squares += tile * tile
         inverse = tl.rsqrt(tl.sum(squares, 1) / columns + eps)
         tl.store(inverses + row, inverse, mask=row < rows)
+        if ADDS or MIXES:
+            tl.debug_barrier()  # what a thread reads now another may have written
         for first in range(0, columns, COLUMNS):  # the second time from the cache
             column = first + tl.arange(0, COLUMNS)
             inside = (row < rows)[:, None] & (column < columns)[None, :]
-            tile = tl.load(start + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            store_both(tile * inverse[:, None] * scale, row, column, q, qt, rows, columns, padded)
+            tile = tl.load(s + begin + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            store_both(tile * inverse[:, None] * fine, row, column, q, qt, rows, columns, padded)
         if tl.program_id(0) == 0:
             tl.store(unit, size)
 
@@ -457,11 +527,46 @@ def _(x: Tensor, largest: Tensor | None, bound: float, dtype: torch.dtype) -> tu
 @torch.library.custom_op("nanorun::fp8_norm_quantize", mutates_args=())
 def norm_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """norm(x) of (N, D) in e4m3, its transpose and unit; and what each row was multiplied by, (N,)."""
+    x = x.contiguous()
+    return _norm_quantized(x, None, None, None, None, x)
+
+
+@norm_quantize.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *both_ways(x, E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("nanorun::stream_norm_quantize", mutates_args=())
+def stream_norm_quantize(
+    x: Tensor, y: Tensor | None, start: Tensor | None, scale: Tensor | None, share: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The (N, D) stream, settled, and its norm as `norm_quantize` has it: stream.py tells how."""
+    s = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return s, *_norm_quantized(x, y, start, scale, share, s)
+
+
+@stream_norm_quantize.register_fake
+def _(
+    x: Tensor, y: Tensor | None, start: Tensor | None, scale: Tensor | None, share: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    s = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return s, *both_ways(x, E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _norm_quantized(
+    x: Tensor, y: Tensor | None, start: Tensor | None, scale: Tensor | None, share: Tensor | None, s: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Writes s, unless it is x itself."""
     q, qt, unit = both_ways(x, E4M3)
     rows, columns = x.shape
     inverses = x.new_empty(rows, dtype=torch.float32)
     _norm_kernel[(triton.cdiv(rows, NORM_ROWS),)](
         x.contiguous(),
+        x if y is None else y.contiguous(),
+        x if start is None else start.contiguous(),
+        x if scale is None else scale,
+        x if share is None else share,
+        s,
         q,
         qt,
         unit,
@@ -471,17 +576,15 @@ def norm_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qt.shape[1],
         math.sqrt(columns),
         NORM_EPSILON,
+        ADDS=y is not None,
+        MIXES=start is not None,
         MOST=MOST[E4M3],
         ROWS=NORM_ROWS,
+        SUMMED=TILE if s is x else ADDED_COLUMNS,
         COLUMNS=TILE,
         num_warps=8,
     )
     return q, qt, unit, inverses
-
-
-@norm_quantize.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *both_ways(x, E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("nanorun::fp8_relu2_quantize", mutates_args=())

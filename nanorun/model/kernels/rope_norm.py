@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
 from nanorun.model.kernels import fp8, whole
+from nanorun.model.kernels.stream import Stream
 
 try:
     import triton
@@ -103,7 +104,7 @@ class _RopeNorm(torch.autograd.Function):
 
 
 def norm_heads(
-    x: Tensor,
+    before: Stream,
     copies: fp8.Copies,
     weights: list[Tensor],
     kept: int,
@@ -112,13 +113,15 @@ def norm_heads(
     heads: int,
     kv_heads: int,
     gain: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fp8.norm_linear` of (B, T, D) x and then `rope_norm`: q, k, v, and norm(x)'s first channels."""
-    arguments = (x.flatten(0, -2), copies.rows, copies.columns, copies.unit, cos, sin)
-    q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, *weights)
-    batch, time, _ = x.shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The stream of (B, T, D), settled; `fp8.norm_linear` of it and then `rope_norm`: q, k, v, and the first
+    channels of its norm."""
+    arguments = (*before.flat(), copies.rows, copies.columns, copies.unit, cos, sin)
+    s, q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, *weights)
+    batch, time, width = before.x.shape
+    x = s.view(batch, time, width) if before.pending() else before.x
     q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
-    return q, k, v, first.view(batch, time, kept)
+    return x, q, k, v, first.view(batch, time, kept)
 
 
 @whole
@@ -132,6 +135,10 @@ class _NormHeads(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,  # (N, D)
+        y: Tensor | None,
+        start: Tensor | None,
+        scale: Tensor | None,
+        share: Tensor | None,
         rows: Tensor,
         columns: Tensor,
         unit: Tensor,
@@ -142,26 +149,31 @@ class _NormHeads(torch.autograd.Function):
         kv_heads: int,
         gain: float,
         *weights: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        n, nt, n_unit, inverse = fp8.norm_quantize(x)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        s, n, nt, n_unit, inverse = fp8.settle_and_norm(ctx, x, y, start, scale, share)
         qkv = fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS)
         q, k, steepest = _forward(qkv, cos, sin, heads, kv_heads, gain, True)
-        ctx.save_for_backward(x, inverse, nt, n_unit, columns, unit, qkv, cos, sin, steepest)
+        ctx.save_for_backward(
+            *(s, inverse, start, scale, share), *(nt, n_unit, columns, unit, qkv, cos, sin, steepest)
+        )
         ctx.heads, ctx.kv_heads, ctx.gain = heads, kv_heads, gain
         ctx.outputs = [weight.shape[0] for weight in weights]
         head_dim = q.size(-1)
         v = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
-        return q, k, v, fp8.first_channels(x, inverse, kept)
+        return fp8.handed_on(ctx, s), q, k, v, fp8.first_channels(s, inverse, kept)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
-        x, inverse, nt, n_unit, columns, unit, qkv, cos, sin, steepest = ctx.saved_tensors
+    def backward(
+        ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        s, inverse, start, scale, share, *rest = ctx.saved_tensors
+        nt, n_unit, columns, unit, qkv, cos, sin, steepest = rest
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         g, gt, g_unit = backward_fp8(qkv, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain)
-        dn = fp8.multiply(g, columns, g_unit, unit, x.dtype, fp8.FAST_SUMS).float()
+        dn = fp8.multiply(g, columns, g_unit, unit, s.dtype, fp8.FAST_SUMS)
         dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
-        dx = fp8.norm_backward(dn, x, inverse, dfirst)
-        return dx, *[None] * 9, *dweight.split(ctx.outputs)
+        before = fp8.settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
+        return *before, *[None] * 9, *dweight.split(ctx.outputs)
 
 
 if triton is not None:
