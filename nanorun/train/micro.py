@@ -57,7 +57,7 @@ class Replayed:
         self.possible = True
         self.given: list[Tensor] = []  # where the graph reads its inputs
         self.loss = torch.empty(0)
-        self.trained, self.scale = (torch.ones((), device=parameters[0].device) for _ in range(2))
+        self.share, self.scale = (torch.ones((), device=parameters[0].device) for _ in range(2))
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -66,7 +66,7 @@ class Replayed:
         self, inputs: Tensor, targets: Tensor, docs: Tensor | None, trained: int, scale: float
     ) -> Tensor:
         given = [x.contiguous() for x in (inputs, targets, docs) if x is not None]
-        self.trained.fill_(trained)
+        self.share.fill_(1 / trained)  # as torch divides by a number: through its inverse
         self.scale.fill_(scale)
         if self.graph is None and self.possible and self.launched >= LAUNCHED_FIRST:
             self._record(given)
@@ -79,7 +79,7 @@ class Replayed:
         return self.loss
 
     def _launch(self, given: list[Tensor]) -> Tensor:
-        loss = self.forward(*given) / self.trained
+        loss = self.forward(*given) * self.share
         (loss * self.scale).backward()
         return loss.detach()
 
@@ -95,7 +95,7 @@ class Replayed:
         except RuntimeError as error:
             self.possible = False
             # A recording that broke off leaves torch's random numbers waiting for its end.
-            dice = torch.cuda.default_generators[self.trained.device.index or 0]
+            dice = torch.cuda.default_generators[self.share.device.index or 0]
             dice.graphsafe_set_state(dice.clone_state())
             say(f"training goes on without a CUDA graph: {str(error).splitlines()[0]}")
         else:
