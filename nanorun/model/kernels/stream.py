@@ -26,7 +26,7 @@ try:
 except ImportError:  # a CPU build of torch has no Triton
     triton = None
 
-AT_ONCE = 2048  # numbers of each tensor that a program holds, in whole rows
+AT_ONCE = 1024  # numbers of each tensor that a program holds, in whole rows
 
 
 class Stream(NamedTuple):
