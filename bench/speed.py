@@ -51,6 +51,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "sparse tables off": {"sparse_tables": False},
     "fused rope off": {"fused_rope": False},
     "fused stream off": {"fused_stream": False},
+    "fused ReLU² on": {"fused_relu2": True},
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
     "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},
     "attention flex and cuDNN": {"options": {"backend": "auto"}, "without_flash": True},

@@ -54,6 +54,7 @@ class ModelConfig:
     recompute: bool = False  # activations of a block are computed again instead of kept
     fused_qkv: bool = True  # one matmul for queries, keys and values
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
+    fused_relu2: bool = False  # in eight bits, ReLU² and its gradient at the end of their matrix products
     fused_stream: bool = True  # in eight bits, what a half-block adds is added by the next one's norm kernel
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
     sparse_tables: bool = True  # on CUDA, gradients of embeddings are added row by row, in place

@@ -28,7 +28,12 @@ from nanorun.train import loop
 from nanorun.train.base import Options, assemble
 
 WARM_STEPS = 3
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+CACHES = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "QUACK_CACHE_DIR",
+)
 
 
 def bench_train(

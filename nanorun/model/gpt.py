@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, spare_plans, window_blocks
-from nanorun.model.kernels import add_rows, fp8, kernels_run_on, rope_norm
+from nanorun.model.kernels import add_rows, epilogue, fp8, kernels_run_on, rope_norm
 from nanorun.model.kernels.fp8 import Copies
 from nanorun.model.kernels.stream import Stream
 from nanorun.model.linear import Linear, LowCopy
@@ -51,6 +51,7 @@ class Means:
     eight_bits: bool = False  # so do fp8 matmuls, and it is to learn
     copied_as: torch.dtype | None = None  # where weights are cast once and not at each use
     in_place: bool = False  # gradients of embeddings are added up by our own kernel
+    epilogues: bool = False  # so are matrix products with an ending of our own
 
 
 class Table(nn.Embedding):
@@ -168,6 +169,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, means: Means) -> None:
         super().__init__()
         self.fused_stream = config.fused_stream
+        self.fused_relu2 = config.fused_relu2 and means.epilogues
         hidden = config.mlp_ratio * config.dim
         in_eight = means.eight_bits and config.fp8 != "none"
         copied_as = None if in_eight else means.copied_as
@@ -179,7 +181,8 @@ class MLP(nn.Module):
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():
             stream = stream if self.fused_stream else Stream(stream.settled())
-            return fp8.norm_mlp(stream, self.up8, self.down8, self.up.weight, self.down.weight)
+            fused = self.fused_relu2 and epilogue.fits(stream.x[..., 0].numel())
+            return fp8.norm_mlp(stream, self.up8, self.down8, self.up.weight, self.down.weight, fused)
         x = stream.settled()
         return x, self.down(F.relu(self.up(norm(x))).square())
 
@@ -424,6 +427,7 @@ def empty(
         eight_bits,
         dtype if learns and config.cast_once and dtype != torch.float32 else None,
         learns and config.sparse_tables and kernels_run_on(device),
+        learns and config.fused_relu2 and epilogue.works(device),
     )
     with torch.device("meta"):
         model = GPT(config, backends, dtype, means=means)

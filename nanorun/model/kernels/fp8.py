@@ -114,10 +114,11 @@ def norm_linear(x: Tensor, copies: Copies, weights: list[Tensor], kept: int) -> 
 
 
 def norm_mlp(
-    before: Stream, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor
+    before: Stream, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor, fused: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The stream of (..., D), settled, and down(relu(up(norm(it)))²)."""
+    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: by the products of epilogue.py."""
     s, y = _norm_mlp(
+        fused,
         *before.flat(),
         up_weight,
         down_weight,
@@ -169,6 +170,7 @@ class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        fused: bool,
         x: Tensor,  # (N, D)
         y: Tensor | None,
         start: Tensor | None,
@@ -186,8 +188,12 @@ class _NormMLP(torch.autograd.Function):
         down_longest: Tensor,
     ) -> tuple[Tensor, Tensor]:
         s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share)
-        u = multiply(n, up, n_unit, up_unit, x.dtype, FAST_SUMS)
-        h, ht, h_unit = relu2_quantize(u, up_longest, x.shape[1])
+        ctx.fused = fused
+        if fused:
+            h, ht, h_unit = torch.ops.nanorun.fp8_up_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
+        else:
+            u = multiply(n, up, n_unit, up_unit, x.dtype, FAST_SUMS)
+            h, ht, h_unit = relu2_quantize(u, up_longest, x.shape[1])
         ctx.save_for_backward(
             *(s, inverse, start, scale, share),
             *(nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
@@ -201,12 +207,23 @@ class _NormMLP(torch.autograd.Function):
         dy = dy.contiguous()
         largest = measure(dy)
         g, gt, g_unit = quantize(dy, largest, 0.0, E5M2)
-        dh = multiply(g, down_columns, g_unit, down_unit, s.dtype, FAST_SUMS)
         ddown = multiply(gt, ht, g_unit, h_unit, torch.float32, False)
-        du, dut, du_unit = relu2_backward(dh, ht, h_unit, largest, down_longest)
+        if ctx.fused:
+            du, dut, du_unit = torch.ops.nanorun.fp8_down_slope(
+                g, down_columns, g_unit, down_unit, ht, h_unit, largest, down_longest
+            )
+        else:
+            dh = multiply(g, down_columns, g_unit, down_unit, s.dtype, FAST_SUMS)
+            du, dut, du_unit = relu2_backward(dh, ht, h_unit, largest, down_longest)
         dn = multiply(du, up_columns, du_unit, up_unit, s.dtype, FAST_SUMS)
         dup = multiply(dut, nt, du_unit, n_unit, torch.float32, False)
-        return *settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share), dup, ddown, *[None] * 8
+        return (
+            None,
+            *settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share),
+            dup,
+            ddown,
+            *[None] * 8,
+        )
 
 
 def settle_and_norm(
