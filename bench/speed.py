@@ -333,7 +333,8 @@ def timed(ask: dict[str, Any]) -> dict[str, Any]:
             if ask["do"] == "warm":
                 return {"first_step_s": round(first, 1)}
             print("ready", flush=True)
-            sys.stdin.readline()
+            if not sys.stdin.readline():
+                sys.exit("nobody waits for this any more")
             steps = [loop.train_step(t) for _ in range(3 + ask["steps"])][3:]
             graphs = counters["stats"]["unique_graphs"]
             speed = steps[0].tokens / statistics.median(s.seconds for s in steps)
@@ -501,7 +502,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=524_288)
     parser.add_argument("--steps", type=int, default=8, help="timed, of each variant")
     parser.add_argument("--fp8", default="all", help="what is meant by all on, should the loss ask for less")
-    parser.add_argument("--together", type=int, default=7, help="variants that start at a time")
+    parser.add_argument(
+        "--together", type=int, default=7, help="variants that start, and hold memory, at a time"
+    )
     parser.add_argument("--gpu", default="h200", help="its name in the file's")
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")

@@ -78,8 +78,8 @@ class ModelConfig:
             )
 
     def eight_bits(self, possible: bool) -> Fp8:
-        """Which matmuls are in eight bits where that is possible or not. `auto` is all of them, from the width on at
-        which it was seen to pay and to learn as well (docs/speed.md)."""
+        """Which matmuls are in eight bits where that was tried or not. `auto` is all of them, from the width on at
+        which it was seen to pay (docs/speed.md, also for what is known of the loss)."""
         if self.fp8 != "auto":
             return self.fp8
         return "all" if possible and self.dim >= 768 and self.dim % 16 == 0 else "none"
@@ -147,7 +147,9 @@ class OptimConfig:
     value_embedding_rate: float = 0.15
     head_rate: float = 0.008
     lambda_rate: float = 0.005
-    mu_rate: float = 0.05  # ten times as much makes μ and backout cancel the stream in the first steps
+    mu_rate: float = (
+        0.05  # much more of this and the next: μ and backout cancel the stream in the first steps
+    )
     gate_rate: float = 0.05  # smear, backout and value gates
     matrix_decay: float = 0.28
     orthogonalize: Literal["polar_express", "newton_schulz"] = "polar_express"
@@ -206,8 +208,14 @@ class Config:
             )
         for name in names:
             _check(name, record[name], str)
+        if isinstance(record["model"], Mapping):
+            record = {**record, "model": {**_BEFORE, **record["model"]}}
         made = {name: _build(name, kind, record[name]) for name, kind in parts.items()}
         return Config(**made, **{name: record[name] for name in names})
+
+
+# How a run was trained whose record does not say: it is older than the choice, and goes on as it began.
+_BEFORE = {"fp8": "none", "sparse_tables": False, "fused_stream": False}
 
 
 def _build(part: str, kind: type, record: Any) -> Any:

@@ -32,7 +32,10 @@ BackendName = Annotated[str, typer.Option("--attention", help="auto, plain, sdpa
 DtypeName = Annotated[str, typer.Option("--dtype", help="auto, bf16, fp16 or fp32.")]
 Fp8Name = Annotated[
     str | None,
-    typer.Option("--fp8", help="8-bit matmuls: auto, none, mlp, layers, head or all (default: auto)."),
+    typer.Option(
+        "--fp8",
+        help="8-bit matmuls: none, mlp, layers, head, all, or auto (default): all on Hopper from 768 wide on.",
+    ),
 ]
 TaskFiles = Annotated[
     Path | None,

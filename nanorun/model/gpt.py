@@ -421,7 +421,7 @@ def empty(
     """A model on the device whose weights are yet to be made or loaded."""
     spare_plans()
     eight_bits = learns and fp8.works(device) and dtype == torch.bfloat16
-    config = replace(config, fp8=config.eight_bits(eight_bits))
+    config = replace(config, fp8=config.eight_bits(eight_bits and fp8.tried(device)))
     means = Means(
         kernels_run_on(device),
         eight_bits,

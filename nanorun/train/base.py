@@ -431,6 +431,7 @@ def summarize(t: loop.Training) -> dict[str, Any]:
         "tokens_per_s": speeds[len(speeds) // 2],
         "mfu": steps[-1]["mfu"],
         "peak_gib": steps[-1]["memory_gib"],
+        "fp8": t.model.config.fp8,
         "skipped_steps": sum(bool(r["skipped"]) for r in steps),
         "device": hardware.detect().name,
         "torch": torch.__version__,

@@ -215,6 +215,7 @@ def gradients(
                 "The device runs out of memory with one reply at a time: choose a smaller --max-tokens."
             ) from error
     t.optimizer.zero_grad()
+    t.model.renew()
     if t.device.type == "cuda":
         torch.cuda.empty_cache()
     say(f"out of memory with {rows} replies at a time; going on with {rows // 2}")

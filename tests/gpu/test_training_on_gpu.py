@@ -109,7 +109,9 @@ def test_a_bad_step_is_skipped_on_the_device_without_a_wait(world, monkeypatch, 
     with base.Run.open(f"skips-{graphs}", config.to_dict(), fresh=True) as run:
         t = base.assemble(config, run, Options(graphs=graphs), None)
         with t.loader:
-            loop.train_step(t)
+            for _ in range(4):  # of one micro-batch each: by then it is recorded
+                loop.train_step(t)
+            assert (getattr(t.learn, "graph", None) is not None) == graphs
             before = [p.detach().clone() for p in t.model.parameters()]
             with torch.no_grad():
                 t.model.head.weight.mul_(float("nan"))

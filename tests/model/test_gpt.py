@@ -221,3 +221,5 @@ def test_eight_bits_are_chosen_where_they_are_there_and_pay():
     assert replace(narrow, fp8="mlp").eight_bits(possible=False) == "mlp", (
         "what was asked for stays asked for"
     )
+    model = build(replace(narrow, dim=768, heads=6, kv_heads=6, depth=1), torch.device("cpu"), torch.float32)
+    assert model.config.fp8 == "none", "and a model says what was chosen"

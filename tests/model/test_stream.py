@@ -107,7 +107,7 @@ def test_gradients_of_all_that_is_added_agree_with_float64(shape, adds, mixes, k
     assert_near(others, exact, most)
 
 
-def test_a_stream_that_is_scaled_by_nothing_hands_nothing_back():
+def test_where_lambda_is_zero_what_cannot_be_known_is_zero_and_never_nan():
     given, exact = drawn((20, 64), True, True, torch.float32, scale=0.0)
     dx, dstart, dscale, dshare = gradients_both_ways(given, exact, None, torch.float32)
     for gradient in (dx, dstart, dscale):

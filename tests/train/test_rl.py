@@ -1,5 +1,6 @@
 """Reinforcement learning: it samples what it trains on, uses every sample once, learns, and loses nothing."""
 
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from small_tasks import HERE, Echo, Spell, Sum, furnish, half_taught, open_task
 
 from nanorun.errors import UserError
+from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.runs import Run, read_config, read_metrics
 from nanorun.train import checkpoint, rl
@@ -339,17 +341,24 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeyp
     learn("roomy", options=rl.Options(fresh=True, device_batch=3))
     original = rl.token_logprobs
 
+    events, renew = [], GPT.renew
+
     def small(model, batch, temperature):
         if batch.tokens.size(0) > 3:
+            events.append("out of memory")
             raise torch.OutOfMemoryError("out of memory")
+        events.append("learns")
         return original(model, batch, temperature)
 
     monkeypatch.setattr(rl, "token_logprobs", small)
+    monkeypatch.setattr(GPT, "renew", lambda model: (events.append("renews"), renew(model))[1])
     learn("narrow", options=rl.Options(fresh=True, device_batch=24))
     assert "going on with 3" in capsys.readouterr().err
     one, other = weights_of(world, "roomy"), weights_of(world, "narrow")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert found_state(world, "narrow")["rows"] == 3
+    behind = [then for event, then in itertools.pairwise(events) if event == "out of memory"]
+    assert set(behind) == {"renews"}, "gradients that are summed in place begin anew"
     monkeypatch.setattr(rl, "token_logprobs", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
     with pytest.raises(UserError, match="one reply at a time"):
         learn("hopeless")
@@ -417,4 +426,5 @@ def test_the_config_is_one_that_every_verb_reads(world):
     learn("readable")
     name, step, config, _ = load_model("readable")
     assert (name, step, config.kind) == ("readable", 4, "rl")
+    assert config.model.fp8 == "none", "what is learned is what the engine sampled"
     assert RLConfig(**{**read_config("readable")["rl"], "tasks": ("echo",)}).parent == "echoes"

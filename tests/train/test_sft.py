@@ -423,6 +423,10 @@ def test_midtraining_learns_from_the_public_tasks_files(world, tmp_path, shared_
     done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "left out of the mixture: " in done.stderr
+    assert (read_config("tiny-base")["model"]["fp8"], read_config("mid-tiny")["model"]["fp8"]) == (
+        "auto",
+        "none",
+    )
     learned = {entry["task"] for entry in read_config("mid-tiny")["mixture"]["train"]}
     assert learned >= {"arc-easy", "arc-challenge", "gsm8k", "spelling"}
     summary = json.loads(done.stdout)

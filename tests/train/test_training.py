@@ -78,6 +78,15 @@ def test_the_first_losses_of_a_tiny_fixed_run_are_golden(world):
     assert [round(r["loss"], 4) for r in steps] == pytest.approx(GOLDEN, abs=5e-3)
 
 
+def test_a_run_older_than_eight_bits_goes_on_without_them():
+    record = tiny().to_dict()
+    assert Config.from_dict(record) == tiny()
+    for field in ("fp8", "sparse_tables", "fused_stream"):
+        del record["model"][field]
+    model = Config.from_dict(record).model
+    assert (model.fp8, model.sparse_tables, model.fused_stream) == ("none", False, False)
+
+
 def test_a_run_leaves_its_config_metrics_summary_samples_and_plot(world):
     summary = train_base(tiny(), Options(name="whole", fresh=True, samples=2))
     folder = world / "runs" / "whole"

@@ -68,9 +68,15 @@ MEASURED_ROWS, MEASURED_COLUMNS = 16, 256
 
 
 def works(device: torch.device) -> bool:
-    """Whether this device multiplies 8-bit floats (Ada, Hopper and later) and can make them."""
-    capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    return capable and triton is not None
+    """Whether this device multiplies 8-bit floats (Nvidia's Ada, Hopper and later) and can make them."""
+    if device.type != "cuda" or torch.version.hip is not None or triton is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def tried(device: torch.device) -> bool:
+    """Whether it was seen to pay on such a device: on Hopper."""
+    return works(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def fits(*sizes: int) -> bool:

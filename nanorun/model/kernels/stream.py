@@ -11,7 +11,8 @@ way; backward, one kernel does the rest:
     d = ds + inverse·(dn - n·mean(dn·n))        the gradient of s, from those behind it and that of its norm
     dx = dy = λ·d        dμ = Σ d·x0        dλ = Σ d·(x + y) = (Σ d·s - μ·Σ d·x0)/λ
 
-Neither x nor y is kept for the backward pass: s is enough. λ and μ are rounded to the stream's dtype, as they are
+Neither x nor y is kept for the backward pass: s is enough, unless λ is 0 (then λ and x0 get no gradient, which is
+not the truth; λ begins above 1 and stays there). λ and μ are rounded to the stream's dtype, as they are
 when a model is evaluated. `Stream.settled` is the same in plain PyTorch, and the truth. Shapes: N tokens, D width.
 """
 
