@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -243,11 +244,9 @@ class Child:
 
     def _tell(self, line: str) -> None:
         assert self.process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it has ended, and `go` says how
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, and `go` says how
 
     def _listen(self) -> None:
         assert self.process.stdout is not None

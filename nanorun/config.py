@@ -147,10 +147,8 @@ class OptimConfig:
     value_embedding_rate: float = 0.15
     head_rate: float = 0.008
     lambda_rate: float = 0.005
-    mu_rate: float = (
-        0.05  # much more of this and the next: μ and backout cancel the stream in the first steps
-    )
-    gate_rate: float = 0.05  # smear, backout and value gates
+    mu_rate: float = 0.05  # with much more, the stream cancels itself in the first steps
+    gate_rate: float = 0.05  # smear, backout and value gates; the same
     matrix_decay: float = 0.28
     orthogonalize: Literal["polar_express", "newton_schulz"] = "polar_express"
     normuon: bool = True

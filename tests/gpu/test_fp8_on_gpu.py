@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from near import relative_error
 from torch._dynamo.utils import counters
 
 from nanorun.compiling import compiled
@@ -33,10 +34,6 @@ def needs_eight_bits():
 def draw(*shape, seed=0, size=1.0, dtype=torch.float32):
     dice = torch.Generator("cuda").manual_seed(seed)
     return (torch.randn(shape, device="cuda", generator=dice) * size).to(dtype)
-
-
-def relative_error(fast, truth):
-    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def meant(q, unit):

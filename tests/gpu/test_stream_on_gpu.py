@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from near import assert_gradients_near, normed, relative_error
 
 from nanorun.compiling import compiled
 from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
@@ -45,14 +45,6 @@ def drawn(shape, adds, mixes):
     return given, Stream(*exact)
 
 
-def relative_error(fast, truth):
-    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
-
-
-def normed(x):
-    return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPSILON)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("adds", "mixes"), CASES)
 def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mixes):
@@ -68,19 +60,6 @@ def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mix
         assert relative_error(q.double() * unit.double(), normed(s.double())) < 0.035
         assert torch.equal(qt[:, : shape[0]].float(), q.float().T)
         assert qt[:, shape[0] :].float().eq(0).all()
-
-
-def assert_near(gradients, exact, most):
-    """Gradients of start, λ and μ. The last two are sums that may all but cancel: then what counts is their reach."""
-    dstart, *numbers = gradients
-    if exact.start is None:
-        assert gradients == [None] * 3
-        return
-    assert relative_error(dstart, exact.start.grad) < most
-    reach = exact.x.grad.norm() * exact.start.norm()
-    for one, other in zip(numbers, exact[3:], strict=True):
-        assert one.shape == other.shape
-        assert (one - other.grad).abs() < most / 4 * reach
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -102,7 +81,7 @@ def test_gradients_of_all_that_is_added_agree_with_float64(shape, adds, mixes, k
     loss.backward()
     dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:])
     assert relative_error(dx, exact.x.grad) < 1e-2
-    assert_near(others, exact, 1e-2)
+    assert_gradients_near(others, exact, 1e-2)
     again, *_ = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:])
     assert torch.equal(dx, again)
 

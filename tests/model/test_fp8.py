@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from near import relative_error
 
 from nanorun.config import NORM_EPSILON, scale_model
 from nanorun.model.gpt import GPT, Means
@@ -22,10 +23,6 @@ ODD = [(33, 32), (130, 144), (1, 16), (257, 48)]  # more than a tile, less than 
 def draw(*shape, seed=0, dtype=torch.float32, size=1.0):
     dice = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=dice) * size).to(DEVICE, dtype)
-
-
-def relative_error(fast, truth):
-    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def meant(q, unit):

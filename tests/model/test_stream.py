@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from near import assert_gradients_near, normed, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanorun.config import NORM_EPSILON, scale_model
@@ -34,14 +34,6 @@ def drawn(shape, adds, mixes, dtype, scale=1.15):
 
 def exactly(x):
     return x.detach().double().requires_grad_()
-
-
-def normed(x):
-    return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPSILON)
-
-
-def relative_error(fast, truth):
-    return ((fast.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 CASES = [(True, False), (False, True), (True, True)]
@@ -81,19 +73,6 @@ def gradients_both_ways(given, exact, kept, dtype):
     return stream.gradients(dn, s, inverse, ds, dfirst, *given[2:])
 
 
-def assert_near(gradients, exact, most):
-    """Gradients of start, λ and μ. The last two are sums that may all but cancel: then what counts is their reach."""
-    dstart, *numbers = gradients
-    if exact.start is None:
-        assert gradients == [None] * 3
-        return
-    assert relative_error(dstart, exact.start.grad) < most
-    reach = exact.x.grad.norm() * exact.start.norm()
-    for one, other in zip(numbers, exact[3:], strict=True):
-        assert one.shape == other.shape
-        assert (one - other.grad).abs() < most / 4 * reach
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("adds", "mixes"), CASES)
 @pytest.mark.parametrize("kept", [None, 0, 12])
@@ -104,7 +83,7 @@ def test_gradients_of_all_that_is_added_agree_with_float64(shape, adds, mixes, k
     most = 1e-5 if dtype == torch.float32 else 1e-2
     assert dx.dtype == dtype
     assert relative_error(dx, exact.x.grad) < most
-    assert_near(others, exact, most)
+    assert_gradients_near(others, exact, most)
 
 
 def test_where_lambda_is_zero_what_cannot_be_known_is_zero_and_never_nan():
