@@ -26,9 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 WAYS: dict[str, dict[str, Any]] = {
-    "bf16": {"fp8": "none", "sparse_tables": False, "cast_once": False},
-    "fast": {"fp8": "all", "sparse_tables": True, "cast_once": False},
-}
+    "bf16": {
+        "fp8": "none", "fused_qkv": False, "fused_rope": False, "fused_loss": False, "sparse_tables": False,
+    },
+    "fast": {"fp8": "all"},
+}  # fmt: skip
 EVALUATIONS = 6
 EVAL_TOKENS = 2_000_000
 
