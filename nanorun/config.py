@@ -54,7 +54,8 @@ class ModelConfig:
     recompute: bool = False  # activations of a block are computed again instead of kept
     fused_qkv: bool = True  # one matmul for queries, keys and values
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
-    fused_relu2: bool = False  # in eight bits, ReLU² and its gradient at the end of their matrix products
+    pingpong: bool = True  # in eight bits on Hopper, products whose ends overlap with the next one's sums
+    fused_relu2: bool = True  # there, too, ReLU² and its gradient at the end of their products
     fused_stream: bool = True  # in eight bits, what a half-block adds is added by the next one's norm kernel
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
     sparse_tables: bool = True  # on CUDA, gradients of embeddings are added row by row, in place
@@ -213,7 +214,13 @@ class Config:
 
 
 # How a run was trained whose record does not say: it is older than the choice, and goes on as it began.
-_BEFORE = {"fp8": "none", "sparse_tables": False, "fused_stream": False}
+_BEFORE = {
+    "fp8": "none",
+    "sparse_tables": False,
+    "fused_stream": False,
+    "pingpong": False,
+    "fused_relu2": False,
+}
 
 
 def _build(part: str, kind: type, record: Any) -> Any:

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, spare_plans, window_blocks
-from nanorun.model.kernels import add_rows, epilogue, fp8, kernels_run_on, rope_norm
+from nanorun.model.kernels import add_rows, fp8, kernels_run_on, products, rope_norm
 from nanorun.model.kernels.fp8 import Copies
 from nanorun.model.kernels.stream import Stream
 from nanorun.model.linear import Linear, LowCopy
@@ -51,7 +51,7 @@ class Means:
     eight_bits: bool = False  # so do fp8 matmuls, and it is to learn
     copied_as: torch.dtype | None = None  # where weights are cast once and not at each use
     in_place: bool = False  # gradients of embeddings are added up by our own kernel
-    epilogues: bool = False  # so are matrix products with an ending of our own
+    products: bool = False  # so do the 8-bit matrix products of products.py
 
 
 class Table(nn.Embedding):
@@ -93,7 +93,8 @@ class Attention(nn.Module):
         )
         in_eight = means.eight_bits and config.fp8 not in ("none", "mlp")
         stacked = (config.dim + 2 * kv_dim, config.dim)
-        self.qkv8 = Copies(*stacked, lengths=False) if in_eight else None
+        pingpong = config.pingpong and means.products
+        self.qkv8 = Copies(*stacked, lengths=False, pingpong=pingpong) if in_eight else None
         copied_as = means.copied_as if config.fused_qkv and not in_eight else None
         self.qkv_low = LowCopy(*stacked, copied_as) if copied_as else None
 
@@ -169,20 +170,21 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, means: Means) -> None:
         super().__init__()
         self.fused_stream = config.fused_stream
-        self.fused_relu2 = config.fused_relu2 and means.epilogues
+        self.fused_relu2 = config.fused_relu2 and means.products
         hidden = config.mlp_ratio * config.dim
         in_eight = means.eight_bits and config.fp8 != "none"
+        pingpong = config.pingpong and means.products
         copied_as = None if in_eight else means.copied_as
         self.up = Linear(config.dim, hidden, copied_as)
         self.down = Linear(hidden, config.dim, copied_as)
-        self.up8 = Copies(hidden, config.dim) if in_eight else None
-        self.down8 = Copies(config.dim, hidden) if in_eight else None
+        self.up8 = Copies(hidden, config.dim, pingpong=pingpong) if in_eight else None
+        self.down8 = Copies(config.dim, hidden, pingpong=pingpong) if in_eight else None
 
     def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():
             stream = stream if self.fused_stream else Stream(stream.settled())
-            fused = self.fused_relu2 and epilogue.fits(stream.x[..., 0].numel())
-            return fp8.norm_mlp(stream, self.up8, self.down8, self.up.weight, self.down.weight, fused)
+            weights = self.up.weight, self.down.weight
+            return fp8.norm_mlp(stream, self.up8, self.down8, *weights, self.fused_relu2)
         x = stream.settled()
         return x, self.down(F.relu(self.up(norm(x))).square())
 
@@ -232,7 +234,8 @@ class GPT(nn.Module):
         means = means or Means()
         fused_loss = means.kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap)
         in_eight = means.eight_bits and config.fp8 in ("head", "all") and fused_loss
-        self.head8 = Copies(config.padded_vocab, config.dim, lengths=False) if in_eight else None
+        head, pingpong = (config.padded_vocab, config.dim), config.pingpong and means.products
+        self.head8 = Copies(*head, lengths=False, pingpong=pingpong) if in_eight else None
         self._loss: Callable[..., Tensor] = chunked_loss if loss == "chunked" else plain_loss
         if fused_loss:
             exact = config.fp8 != "all"
@@ -427,7 +430,10 @@ def empty(
         eight_bits,
         dtype if learns and config.cast_once and dtype != torch.float32 else None,
         learns and config.sparse_tables and kernels_run_on(device),
-        learns and config.fused_relu2 and epilogue.works(device),
+        eight_bits
+        and config.fp8 != "none"
+        and (config.pingpong or config.fused_relu2)
+        and products.work(device),
     )
     with torch.device("meta"):
         model = GPT(config, backends, dtype, means=means)

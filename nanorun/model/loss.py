@@ -116,6 +116,7 @@ def chunked_loss(
             vocab_size,
             size,
             exact_logits,
+            copies.pingpong,
         )
     if learns:
         return _chunked_loss(
@@ -201,6 +202,7 @@ class _EightBitLoss(torch.autograd.Function):
         vocab_size: int,
         size: int,
         exact_logits: bool,
+        pingpong: bool,
     ) -> Tensor:
         exact = weight.to(x.dtype) if exact_logits else None
         losses, dx_chunks = [], []
@@ -210,7 +212,7 @@ class _EightBitLoss(torch.autograd.Function):
             if exact is not None:
                 logits = x_chunk @ exact.T
             else:
-                logits = fp8.multiply(q, head, unit, head_unit, x.dtype, fp8.FAST_SUMS)
+                logits = fp8.multiply(q, head, unit, head_unit, x.dtype, fp8.FAST_SUMS, pingpong)
             loss, dz, dzt, dz_unit = softcap_loss.softcap_loss_fp8(logits, target_chunk, softcap, vocab_size)
             del logits
             losses.append(loss.sum())
@@ -224,7 +226,7 @@ class _EightBitLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 8
+        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 9
 
 
 def can_fuse(softcap: float | None) -> bool:

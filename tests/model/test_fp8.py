@@ -12,7 +12,7 @@ from nanorun.model.gpt import GPT, Means
 from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import fp8, rope_norm
+from nanorun.model.kernels import fp8, products, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.kernels.stream import Stream
 
@@ -44,6 +44,13 @@ def assert_both_ways(q, qt):
     assert qt.shape == (q.shape[1], -(-rows // 16) * 16)
     assert torch.equal(qt[:, :rows].float().T.nan_to_num(), q.float().nan_to_num())
     assert qt[:, rows:].float().eq(0).all()
+
+
+@pytest.mark.parametrize("shape", [*ODD, (600, 80)], ids=str)
+@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
+def test_turning_moves_every_byte_and_pads_with_zeros(shape, dtype):
+    q = draw(*shape).to(dtype)
+    assert_both_ways(q, products.turn(q))
 
 
 @pytest.mark.parametrize("shape", ODD, ids=str)

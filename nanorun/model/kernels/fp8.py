@@ -94,9 +94,10 @@ class Copies(nn.Module):
     unit: Tensor
     longest: Tensor  # lengths of the longest row and column, for those who ask for them
 
-    def __init__(self, outputs: int, inputs: int, lengths: bool = True) -> None:
+    def __init__(self, outputs: int, inputs: int, lengths: bool = True, pingpong: bool = False) -> None:
         super().__init__()
         self.lengths = lengths
+        self.pingpong = pingpong  # whether it is multiplied by products.py
         self.register_buffer("rows", torch.empty(outputs, inputs, dtype=E4M3), persistent=False)
         self.register_buffer("columns", torch.empty(inputs, outputs, dtype=E4M3), persistent=False)
         self.register_buffer("unit", torch.empty(1), persistent=False)
@@ -122,9 +123,10 @@ def norm_linear(x: Tensor, copies: Copies, weights: list[Tensor], kept: int) -> 
 def norm_mlp(
     before: Stream, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor, fused: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: by the products of epilogue.py."""
+    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: ReLU² inside the products."""
     s, y = _norm_mlp(
         fused,
+        up.pingpong,
         *before.flat(),
         up_weight,
         down_weight,
@@ -177,6 +179,7 @@ class _NormMLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         fused: bool,
+        pingpong: bool,
         x: Tensor,  # (N, D)
         y: Tensor | None,
         start: Tensor | None,
@@ -194,42 +197,41 @@ class _NormMLP(torch.autograd.Function):
         down_longest: Tensor,
     ) -> tuple[Tensor, Tensor]:
         s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share)
-        ctx.fused = fused
+        ctx.fused, ctx.pingpong = fused, pingpong
         if fused:
-            h, ht, h_unit = torch.ops.nanorun.fp8_up_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
+            h, h_unit = torch.ops.nanorun.fp8_up_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
+            kept = h
         else:
-            u = multiply(n, up, n_unit, up_unit, x.dtype, FAST_SUMS)
-            h, ht, h_unit = relu2_quantize(u, up_longest, x.shape[1])
+            u = multiply(n, up, n_unit, up_unit, x.dtype, FAST_SUMS, pingpong)
+            h, kept, h_unit = relu2_quantize(u, up_longest, x.shape[1])
         ctx.save_for_backward(
             *(s, inverse, start, scale, share),
-            *(nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
+            *(nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
         )
-        return handed_on(ctx, s), multiply(h, down, h_unit, down_unit, x.dtype, FAST_SUMS)
+        return handed_on(ctx, s), multiply(h, down, h_unit, down_unit, x.dtype, FAST_SUMS, pingpong)
 
     @staticmethod
     def backward(ctx: Any, ds: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         s, inverse, start, scale, share, *rest = ctx.saved_tensors
-        nt, n_unit, ht, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = rest
+        nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = rest
         dy = dy.contiguous()
         largest = measure(dy)
         g, gt, g_unit = quantize(dy, largest, 0.0, E5M2)
-        ddown = multiply(gt, ht, g_unit, h_unit, torch.float32, False)
         if ctx.fused:
-            du, dut, du_unit = torch.ops.nanorun.fp8_down_slope(
-                g, down_columns, g_unit, down_unit, ht, h_unit, largest, down_longest
+            ht = torch.ops.nanorun.fp8_turn(kept)
+            du, du_unit = torch.ops.nanorun.fp8_down_slope(
+                g, down_columns, g_unit, down_unit, kept, h_unit, largest, down_longest
             )
+            dut = torch.ops.nanorun.fp8_turn(du)
         else:
-            dh = multiply(g, down_columns, g_unit, down_unit, s.dtype, FAST_SUMS)
+            ht = kept
+            dh = multiply(g, down_columns, g_unit, down_unit, s.dtype, FAST_SUMS, ctx.pingpong)
             du, dut, du_unit = relu2_backward(dh, ht, h_unit, largest, down_longest)
-        dn = multiply(du, up_columns, du_unit, up_unit, s.dtype, FAST_SUMS)
+        ddown = multiply(gt, ht, g_unit, h_unit, torch.float32, False)
+        dn = multiply(du, up_columns, du_unit, up_unit, s.dtype, FAST_SUMS, ctx.pingpong)
         dup = multiply(dut, nt, du_unit, n_unit, torch.float32, False)
-        return (
-            None,
-            *settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share),
-            dup,
-            ddown,
-            *[None] * 8,
-        )
+        before = settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share)
+        return None, None, *before, dup, ddown, *[None] * 8
 
 
 def settle_and_norm(
@@ -270,8 +272,19 @@ def settle_backward(
     return dx, dx if ctx.adds else None, *others
 
 
-def multiply(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a·bᵀ of (M, K) and (N, K) in eight bits, as they stand for."""
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    a_unit: Tensor,
+    b_unit: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    pingpong: bool = False,
+) -> Tensor:
+    """a·bᵀ of (M, K) and (N, K) in eight bits, as they stand for. `pingpong`: by products.py, in bf16."""
+    if pingpong:
+        product: Tensor = torch.ops.nanorun.fp8_pingpong(a, b, a_unit, b_unit)
+        return product
     return torch._scaled_mm(a, b.t(), a_unit, b_unit, out_dtype=dtype, use_fast_accum=fast)
 
 
@@ -483,12 +496,15 @@ if triton is not None:
 def both_ways(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Room for (N, D) in eight bits, its transpose, and the unit."""
     rows, columns = x.shape
-    padded = -(-rows // ALIGN) * ALIGN
     return (
         x.new_empty(rows, columns, dtype=dtype),
-        x.new_empty(columns, padded, dtype=dtype),
+        x.new_empty(columns, padded(rows), dtype=dtype),
         x.new_empty(1, dtype=torch.float32),
     )
+
+
+def padded(rows: int) -> int:
+    return -(-rows // ALIGN) * ALIGN
 
 
 @torch.library.custom_op("nanorun::fp8_measure", mutates_args=())

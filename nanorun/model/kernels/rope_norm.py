@@ -117,7 +117,7 @@ def norm_heads(
     """The stream of (B, T, D), settled; `fp8.norm_linear` of it and then `rope_norm`: q, k, v, and the first
     channels of its norm."""
     arguments = (*before.flat(), copies.rows, copies.columns, copies.unit, cos, sin)
-    s, q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, *weights)
+    s, q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, copies.pingpong, *weights)
     batch, time, width = before.x.shape
     x = s.view(batch, time, width) if before.pending() else before.x
     q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
@@ -148,15 +148,16 @@ class _NormHeads(torch.autograd.Function):
         heads: int,
         kv_heads: int,
         gain: float,
+        pingpong: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         s, n, nt, n_unit, inverse = fp8.settle_and_norm(ctx, x, y, start, scale, share)
-        qkv = fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS)
+        qkv = fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS, pingpong)
         q, k, steepest = _forward(qkv, cos, sin, heads, kv_heads, gain, True)
         ctx.save_for_backward(
             *(s, inverse, start, scale, share), *(nt, n_unit, columns, unit, qkv, cos, sin, steepest)
         )
-        ctx.heads, ctx.kv_heads, ctx.gain = heads, kv_heads, gain
+        ctx.heads, ctx.kv_heads, ctx.gain, ctx.pingpong = heads, kv_heads, gain, pingpong
         ctx.outputs = [weight.shape[0] for weight in weights]
         head_dim = q.size(-1)
         v = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
@@ -170,10 +171,10 @@ class _NormHeads(torch.autograd.Function):
         nt, n_unit, columns, unit, qkv, cos, sin, steepest = rest
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         g, gt, g_unit = backward_fp8(qkv, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain)
-        dn = fp8.multiply(g, columns, g_unit, unit, s.dtype, fp8.FAST_SUMS)
+        dn = fp8.multiply(g, columns, g_unit, unit, s.dtype, fp8.FAST_SUMS, ctx.pingpong)
         dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
         before = fp8.settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
-        return *before, *[None] * 9, *dweight.split(ctx.outputs)
+        return *before, *[None] * 10, *dweight.split(ctx.outputs)
 
 
 if triton is not None:

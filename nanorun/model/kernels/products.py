@@ -1,0 +1,233 @@
+"""Matrix products in eight bits that end as we like, on Hopper: faster than the library's, and with ReLU² inside.
+
+A product's end is where its sums leave the matrix unit's registers: scaled, rounded, written. In a library's kernel
+the matrix unit waits meanwhile, and where sums are short (768 factors at d12) that is a good part of the time. Here
+two groups of warps take turns ("ping-pong"): while one ends its tile the other multiplies.
+
+And the end is a Python function of a sum, so it can do what a kernel of its own would do next. The MLP's hidden
+layer is the widest thing in a block. Its product would write it in sixteen bits, and another kernel would read it
+back to square and round it (fp8.py); here it is squared, or multiplied by the slope, where it is made, and leaves
+in eight bits. Scales are those of fp8.py, as one factor that is known before the product begins:
+
+    h  = relu(x·wᵀ)²       x·wᵀ/√unit is squared, so that what is written is h/unit
+    du = (g·w)·2√h          by the unit that Cauchy and Schwarz allow
+
+Transposes (for the gradients of weights) are made by a pass of their own, `turn`: letting the product write them as
+well was tried, and its byte-wise stores took longer than the whole pass (docs/lab-notebook.md).
+
+The products are quack's, the package that FlashAttention-4 is built on. It is optional, as that is; without it
+fp8.py's kernels and cuBLAS do the same. Shapes as there: N tokens, D width, F hidden width.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanorun.model.kernels import fp8
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch has no Triton
+    triton = None
+
+# Of sums that one program makes at a time, two programs side by side. As fast as fp8.py sums (`FAST_SUMS`).
+ROWS = 128
+COLUMNS = (192, 160, 128)  # the first that divides the width
+OPTIONS: dict[str, Any] = {
+    "tile_M": ROWS,
+    "cluster_M": 2,
+    "pingpong": True,
+    "post_init_attrs": (("fp8_slow_accum", not fp8.FAST_SUMS),),
+}
+TURN_ROWS, TURN_COLUMNS = 256, 64
+
+
+@functools.cache
+def work(device: torch.device) -> bool:
+    """Whether the products are installed, launch on this device, and give what the definition gives."""
+    if not fp8.works(device) or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        import quack.epilogue.frontend  # noqa: F401
+    except ImportError:
+        return False
+    dice = torch.Generator(device).manual_seed(0)
+    x, w = torch.randn(2, 256, 128, device=device, generator=dice)
+    x8, w8, one = x.to(fp8.E4M3), w.to(fp8.E4M3), torch.ones(1, device=device)
+    longest = torch.full((2,), 20.0, device=device)
+    try:
+        y = pingpong(x8, w8, one, one)
+        h, unit = up_relu2(x8, w8, one, one, longest, 128)
+    except Exception:  # whatever a young compiler may raise on a machine it was not tried on
+        return False
+    truth = x8.float() @ w8.float().T
+    squared = truth.relu().square()
+    return bool(
+        ((y.float() - truth).norm() < 0.01 * truth.norm())
+        & ((h.float() * unit - squared).norm() < 0.05 * squared.norm())
+    )
+
+
+@functools.cache
+def _endings() -> tuple[Any, Any, Any]:
+    """What is done with a sum. Made when first needed: the package takes seconds to import."""
+    import cutlass.cute as cute
+    from quack.epilogue.frontend import gemm_epilogue
+
+    @gemm_epilogue()
+    def scaled(acc: Any, a_unit: Any, b_unit: Any) -> dict[str, Any]:
+        return {"D": acc * a_unit * b_unit}
+
+    @gemm_epilogue()
+    def squared(acc: Any, factor: Any) -> dict[str, Any]:
+        x = acc * factor
+        return {"D": cute.arch.fmax(x, 0.0) * x}  # and not its square, by which NaN would become zero
+
+    @gemm_epilogue()
+    def sloped(acc: Any, c: Any, factor: Any) -> dict[str, Any]:
+        return {"D": acc * factor * cute.math.sqrt(c)}
+
+    return scaled, squared, sloped
+
+
+def _tile(columns: int) -> dict[str, Any]:
+    return {**OPTIONS, "tile_N": next((wide for wide in COLUMNS if columns % wide == 0), COLUMNS[0])}
+
+
+if triton is not None:
+
+    @triton.jit
+    def _squared_factor(x_unit, w_unit, longest, reach, unit, factor, MOST: tl.constexpr):
+        bound = tl.load(longest) * reach
+        size, inverse = fp8.power_of_two(bound * bound, MOST)
+        tl.store(unit, size)
+        tl.store(factor, tl.load(x_unit) * tl.load(w_unit) * tl.sqrt_rn(inverse))
+
+    @triton.jit
+    def _sloped_factor(g_unit, w_unit, h_unit, h_most, largest, longest, unit, factor, MOST: tl.constexpr):
+        slope = 2 * tl.sqrt_rn(tl.load(h_unit))
+        bound = tl.load(largest + 1) * tl.load(longest + 1) * slope * tl.sqrt_rn(h_most + 0.0)
+        size, inverse = fp8.power_of_two(bound, MOST)
+        tl.store(unit, size)
+        tl.store(factor, tl.load(g_unit) * tl.load(w_unit) * slope * inverse)
+
+    @triton.jit
+    def _turn_kernel(q, qt, rows, columns, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """Four rows at a time become one of 32-bit words, which are turned as such: bytes would be moved singly."""
+        word = tl.program_id(0) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        begin = q + 4 * word.to(tl.int64)[:, None] * columns + column[None, :]
+        inside = (column < columns)[None, :]
+        packed = tl.zeros([ROWS // 4, COLUMNS], tl.uint32)
+        for i in tl.static_range(4):
+            here = inside & (4 * word + i < rows)[:, None]
+            packed |= tl.load(begin + i * columns, mask=here, other=0).to(tl.uint32) << (8 * i)
+        at = column.to(tl.int64)[:, None] * words + word[None, :]
+        inside = (column < columns)[:, None] & (word < words)[None, :]
+        tl.store(qt + at, tl.trans(packed), mask=inside)
+
+
+@torch.library.custom_op("nanorun::fp8_pingpong", mutates_args=())
+def pingpong(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
+    """a·bᵀ of (M, K) and (N, K) in eight bits, as they stand for, in bf16."""
+    product = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+    units = {"a_unit": a_unit, "b_unit": b_unit}
+    _endings()[0].gemm(a, b, product, epi_args=units, **_tile(b.shape[0]))
+    return product
+
+
+@pingpong.register_fake
+def _(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("nanorun::fp8_up_relu2", mutates_args=())
+def up_relu2(
+    x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, longest: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """relu(x·wᵀ)² of (N, D) and (F, D) in e4m3, and its unit, as `fp8.relu2_quantize` has them."""
+    h, unit = _room(x, w, fp8.E4M3)
+    factor = torch.empty_like(unit)
+    reach, most = math.sqrt(width) / fp8.CLIP, fp8.MOST[fp8.E4M3]
+    _squared_factor[(1,)](x_unit, w_unit, longest, reach, unit, factor, MOST=most, num_warps=1)
+    _endings()[1].gemm(x, w, h, epi_args={"factor": factor}, **_tile(w.shape[0]))
+    return h, unit
+
+
+@up_relu2.register_fake
+def _(
+    x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, longest: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    return _room(x, w, fp8.E4M3)
+
+
+@torch.library.custom_op("nanorun::fp8_down_slope", mutates_args=())
+def down_slope(
+    g: Tensor,
+    w: Tensor,
+    g_unit: Tensor,
+    w_unit: Tensor,
+    h: Tensor,
+    h_unit: Tensor,
+    largest: Tensor,
+    longest: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(g·wᵀ)·2√h of (N, D) and (F, D) in e5m2, and its unit, as `fp8.relu2_backward` has them."""
+    du, unit = _room(g, w, fp8.E5M2)
+    factor = torch.empty_like(unit)
+    h_most, most = fp8.MOST[fp8.E4M3], fp8.MOST[fp8.E5M2]
+    _sloped_factor[(1,)](
+        g_unit, w_unit, h_unit, h_most, largest, longest, unit, factor, MOST=most, num_warps=1
+    )
+    _endings()[2].gemm(g, w, du, h, epi_args={"factor": factor}, **_tile(w.shape[0]))
+    return du, unit
+
+
+@down_slope.register_fake
+def _(
+    g: Tensor,
+    w: Tensor,
+    g_unit: Tensor,
+    w_unit: Tensor,
+    h: Tensor,
+    h_unit: Tensor,
+    largest: Tensor,
+    longest: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return _room(g, w, fp8.E5M2)
+
+
+def _room(x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], w.shape[0], dtype=dtype), x.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op("nanorun::fp8_turn", mutates_args=())
+def turn(q: Tensor) -> Tensor:
+    """(N, F) in eight bits transposed, with N rounded up to 16 and zeros behind, as fp8.py has it."""
+    rows, columns = q.shape
+    qt = _turned(q)
+    grid = (triton.cdiv(qt.shape[1], TURN_ROWS), triton.cdiv(columns, TURN_COLUMNS))
+    _turn_kernel[grid](
+        q.view(torch.uint8),
+        qt.view(torch.int32),
+        rows,
+        columns,
+        qt.shape[1] // 4,
+        ROWS=TURN_ROWS,
+        COLUMNS=TURN_COLUMNS,
+        num_warps=4,
+    )
+    return qt
+
+
+@turn.register_fake
+def _(q: Tensor) -> Tensor:
+    return _turned(q)
+
+
+def _turned(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[1], fp8.padded(q.shape[0]))

@@ -1,0 +1,129 @@
+"""Products that end in a scale, in ReLU² or in its gradient, against float64 and against the kernels they replace."""
+
+import pytest
+import torch
+
+from nanorun.config import NORM_EPSILON
+from nanorun.model.kernels import fp8, products
+from nanorun.model.kernels.stream import Stream
+
+CUDA = torch.device("cuda")
+SHAPES = [(256, 128, 512), (1040, 768, 3072), (32_768, 768, 3072), (2064, 1280, 5120), (1001, 768, 2304)]
+
+
+@pytest.fixture(autouse=True)
+def needs_the_package():
+    if not products.work(CUDA):
+        pytest.skip("quack's products do not run here (pip install nanorun[flash], on Hopper)")
+
+
+def drawn(n, d, f):
+    dice = torch.Generator(CUDA).manual_seed(n + d)
+    x = torch.randn(n, d, device=CUDA, generator=dice).bfloat16()
+    weight = 0.03 * torch.randn(f, d, device=CUDA, generator=dice)
+    copies = fp8.Copies(f, d).to(CUDA)
+    copies.renew(weight)
+    return *fp8.norm_quantize(x), copies
+
+
+def gradient(n, d, f):
+    """One of (N, D), in e5m2, and weights to bring it to F."""
+    dice = torch.Generator(CUDA).manual_seed(7)
+    dy = 1e-4 * torch.randn(n, d, device=CUDA, generator=dice).bfloat16()
+    down = fp8.Copies(d, f).to(CUDA)
+    down.renew(0.02 * torch.randn(d, f, device=CUDA, generator=dice))
+    largest = fp8.measure(dy)
+    g, _, unit = fp8.quantize(dy, largest, 0.0, fp8.E5M2)
+    return g, unit, down, largest
+
+
+def relative(found, truth):
+    return ((found.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_what_it_stands_for(shape):
+    n, _, unit, _, copies = drawn(*shape)
+    rows = slice(max(shape[0] - 512, 0), shape[0])  # the last ones, where a tile is cut off
+    truth = (n[rows].double() * unit) @ (copies.rows.double() * copies.unit).T
+    found = products.pingpong(n, copies.rows, unit, copies.unit)
+    library = fp8.multiply(n, copies.rows, unit, copies.unit, torch.bfloat16, True)
+    assert relative(found[rows], truth) < max(1.2 * relative(library[rows], truth), 0.002)
+    g, g_unit, down, _ = gradient(*shape)
+    truth = (g[rows].double() * g_unit) @ (down.columns.double() * down.unit).T
+    found = products.pingpong(g, down.columns, g_unit, down.unit)
+    library = fp8.multiply(g, down.columns, g_unit, down.unit, torch.bfloat16, True)
+    assert relative(found[rows], truth) < max(1.2 * relative(library[rows], truth), 0.002)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_relu2_in_the_product_is_relu2_behind_it(shape):
+    n, _, unit, _, copies = drawn(*shape)
+    h, h_unit = products.up_relu2(n, copies.rows, unit, copies.unit, copies.longest, shape[1])
+    u = fp8.multiply(n, copies.rows, unit, copies.unit, torch.bfloat16, True)
+    _, _, same_unit = fp8.relu2_quantize(u, copies.longest, shape[1])
+    assert h_unit.item() == same_unit.item()
+    rows = slice(max(shape[0] - 512, 0), shape[0])
+    wide = (n[rows].double() * unit) @ (copies.rows.double() * copies.unit).T
+    assert relative(h[rows].double() * h_unit, wide.relu().square()) < 0.04, "an e4m3's own rounding is 2.7%"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gradient_in_the_product_is_the_one_behind_it(shape):
+    n, _, unit, _, up = drawn(*shape)
+    h, h_unit = products.up_relu2(n, up.rows, unit, up.unit, up.longest, shape[1])
+    g, g_unit, down, largest = gradient(*shape)
+    du, du_unit = products.down_slope(g, down.columns, g_unit, down.unit, h, h_unit, largest, down.longest)
+    dh = fp8.multiply(g, down.columns, g_unit, down.unit, torch.bfloat16, True)
+    _, _, same_unit = fp8.relu2_backward(dh, products.turn(h), h_unit, largest, down.longest)
+    assert du_unit.item() == same_unit.item()
+    rows = slice(max(shape[0] - 512, 0), shape[0])
+    wide = (g[rows].double() * g_unit) @ (down.columns.double() * down.unit).T
+    truth = wide * 2 * (h[rows].double() * h_unit).sqrt()
+    assert relative(du[rows].double() * du_unit, truth) < 0.08, "an e5m2's own rounding is 5.3%"
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16, 16), (1001, 528), (300, 3072), (32_768, 3072)], ids=str)
+@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
+def test_turning_moves_every_byte_and_pads_with_zeros(shape, dtype):
+    q = torch.randn(shape, device=CUDA).to(dtype)
+    qt = products.turn(q).view(torch.uint8)
+    assert qt.shape == (shape[1], -(-shape[0] // 16) * 16)
+    assert torch.equal(qt[:, : shape[0]], q.view(torch.uint8).T)
+    assert not qt[:, shape[0] :].any()
+
+
+def test_numbers_that_are_none_stay_so():
+    n, _, unit, _, copies = drawn(256, 128, 512)
+    n.view(torch.uint8)[3, 5] = 0x7F  # e4m3's NaN
+    h, _ = products.up_relu2(n, copies.rows, unit, copies.unit, copies.longest, 128)
+    assert h[3].float().isnan().any()
+    assert h[:3].float().isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [512, 1001])
+def test_an_mlp_with_relu2_in_its_products_learns_as_one_without(tokens):
+    dice = torch.Generator(CUDA).manual_seed(1)
+    x = torch.randn(tokens, 768, device=CUDA, generator=dice).bfloat16()
+    weights = [0.03 * torch.randn(shape, device=CUDA, generator=dice) for shape in ((3072, 768), (768, 3072))]
+    dy = torch.randn(tokens, 768, device=CUDA, generator=dice).bfloat16()
+
+    def found(fused, pingpong):
+        inputs = [each.clone().requires_grad_() for each in (x, *weights)]
+        copies = [fp8.Copies(*weight.shape, pingpong=pingpong).to(CUDA) for weight in weights]
+        for copy, weight in zip(copies, weights, strict=True):
+            copy.renew(weight)
+        compiled = torch.compile(fp8.norm_mlp, dynamic=False, fullgraph=True)
+        _, y = compiled(Stream(inputs[0]), *copies, *inputs[1:], fused)
+        y.backward(dy)
+        return [y.detach(), *(each.grad for each in inputs)]
+
+    wide = [each.double().requires_grad_() for each in (x, *weights)]
+    normed = torch.nn.functional.rms_norm(wide[0], (768,), eps=NORM_EPSILON)
+    truth = (normed @ wide[1].T).relu().square() @ wide[2].T
+    truth.backward(dy.double())
+    truths = [truth.detach(), *(each.grad for each in wide)]
+    apart = [relative(*pair) for pair in zip(found(False, False), truths, strict=True)]
+    for fused, pingpong in ((True, True), (True, False), (False, True)):
+        errors = [relative(*pair) for pair in zip(found(fused, pingpong), truths, strict=True)]
+        assert all(mine < 1.1 * other + 0.002 for mine, other in zip(errors, apart, strict=True)), errors
