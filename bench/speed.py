@@ -53,6 +53,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fused rope off": {"fused_rope": False},
     "fused stream off": {"fused_stream": False},
     "fused ReLU² off": {"fused_relu2": False},
+    "fused sums off": {"fused_sums": False},
     "ping-pong products off": {"pingpong": False},
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
     "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},
@@ -435,6 +436,8 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
     _, ht, unit = fp8.relu2_quantize(u, longest, width)
     parts = fp8.measure(x)
     logits, targets = random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
+    turned = torch.empty(vocab, rows, device="cuda", dtype=fp8.E5M2)
+    summed = torch.full((rows, vocab // 128), 300.0, device="cuda")
     narrow, wide, whole = tokens * width, 4 * tokens * width, rows * vocab
     qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
     turned = (qkv, angle, angle)
@@ -471,7 +474,16 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
         ("index_add_ (torch)", 18 * narrow, lambda: table.index_add_(0, picked, x.float())),
         ("softcap_loss", 4 * whole, lambda: softcap_loss(logits.clone(), targets, 15.0, vocab, True)),
         ("logits.clone", 4 * whole, lambda: logits.clone()),
-        ("softcap_loss_fp8", 6 * whole, lambda: softcap_loss_fp8(logits, targets, 15.0, vocab)),
+        (
+            "softcap_loss_fp8",
+            6 * whole,
+            lambda: softcap_loss_fp8(logits, targets, 15.0, vocab, None, turned, 0),
+        ),
+        (
+            "the same, sums known",
+            4 * whole,
+            lambda: softcap_loss_fp8(logits, targets, 15.0, vocab, summed, turned, 0),
+        ),
     ):
         try:
             us = microseconds(call)

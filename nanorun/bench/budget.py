@@ -21,9 +21,15 @@ from nanorun.config import ModelConfig
 from nanorun.optim import schedules
 from nanorun.train import loop
 
-# TFLOP/s in bf16 and fp8 at 65,536 tokens and 768 wide, by matrix; wider ones are nearer to a square's.
-RATES = {"qkv": (726, 1219), "out": (646, 1038), "up": (730, 1197), "down": (771, 1422), "head": (618, 1056)}
-WIDE_RATES = (790, 1450)
+# TFLOP/s at 768 wide, mean of the three passes, by matrix: cuBLAS in bf16 and fp8, and products.py.
+RATES = {
+    "qkv": (726, 1219, 1387),
+    "out": (646, 1038, 1038),
+    "up": (730, 1197, 1400),
+    "down": (771, 1422, 1417),
+    "head": (618, 1056, 1462),
+}
+WIDE_RATES = (790, 1450, 1450)  # where it is wider: nearer to a square's
 BANDWIDTH = 4.26e12  # bytes a second, of a copy on the device
 ATTENTION_NS = {
     "short": 2.90,
@@ -77,12 +83,13 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
         "down": depth * dim * hidden,
         "head": vocab * dim,
     }
+    kind = 2 if config.pingpong else 1
     matmuls = sum(
-        6 * count / ((RATES[name] if dim <= 1024 else WIDE_RATES)[name in eight] * 1e12)
+        6 * count / ((RATES[name] if dim <= 1024 else WIDE_RATES)[kind if name in eight else 0] * 1e12)
         for name, count in parameters.items()
     )
-    if config.fp8 == "head":  # two of its three products
-        low, high = RATES["head"] if dim <= 1024 else WIDE_RATES
+    if config.fp8 == "head":  # two of its three products, by cuBLAS
+        low, high, _ = RATES["head"] if dim <= 1024 else WIDE_RATES
         matmuls -= 4 * parameters["head"] * (1 / low - 1 / high) / 1e12
     attention = sum(
         config.heads
@@ -98,7 +105,7 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, config.fp8 in ("head", "all")
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
         "rotary and qk norm": depth * 24 * dim,
-        "ReLU²": depth * (9 if in_mlp else 10) * hidden,
+        "ReLU²": depth * (10 if not in_mlp else 4 if config.fused_relu2 else 9) * hidden,
         "norms and residual stream": depth * (38 if in_layers and config.fused_stream else 42) * dim,
         "quantizing": depth
         * ((8 * dim if in_mlp else 0) + ((8 if config.fused_rope else 20) * dim if in_layers else 0)),
@@ -128,7 +135,7 @@ def _muon_flops(config: ModelConfig) -> float:
 # The first pattern that a kernel's name matches says where it belongs.
 _NAMES = (
     ("attention", r"flash|fmha|cudnn.*attention|flex_attention|sdpa"),
-    ("ReLU²", r"_relu2_|relu"),
+    ("ReLU²", r"_relu2_|relu|^_turn_kernel|^_(squared|sloped)_factor"),
     ("loss", r"^_row$|_gradient_tile|tanh|log_softmax"),
     ("rotary and qk norm", r"^_forward_kernel|^_backward_(fp8_)?kernel"),
     ("quantizing", r"_quantize_kernel|_measure_kernel|_largest_kernel|float8"),

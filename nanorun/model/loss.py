@@ -85,12 +85,13 @@ def chunked_loss(
     fused: bool = False,
     copies: fp8.Copies | None = None,
     exact_logits: bool = False,
+    fused_sums: bool = False,
 ) -> Tensor:
     """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
 
     `fused`: a chunk's loss and gradient come from one hand-written kernel (`can_fuse` says where that works).
     `copies` of the weight: the three matmuls are in eight bits, for x as a norm leaves it; only where it learns. With
-    `exact_logits` only the two of the gradient are.
+    `exact_logits` only the two of the gradient are; with `fused_sums` the logits' product sums their exponentials, too.
 
     With reduction="none" it is for evaluation only: gradients made in the forward pass can be scaled
     together afterwards, not token by token.
@@ -117,6 +118,7 @@ def chunked_loss(
             size,
             exact_logits,
             copies.pingpong,
+            fused_sums,
         )
     if learns:
         return _chunked_loss(
@@ -187,7 +189,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _EightBitLoss(torch.autograd.Function):
-    """The same in eight bits. What of the gradient is kept has 16 and 32, and is scaled in the backward pass."""
+    """The same in eight bits. What is kept is dx in 16, and dz in 8, transposed: all chunks' side by side, so that dW
+    is one product in the backward pass, which scales it as well, and not a sum over chunks."""
 
     @staticmethod
     def forward(
@@ -203,30 +206,36 @@ class _EightBitLoss(torch.autograd.Function):
         size: int,
         exact_logits: bool,
         pingpong: bool,
+        fused_sums: bool,
     ) -> Tensor:
         exact = weight.to(x.dtype) if exact_logits else None
+        q, qt, unit = fp8.quantize(x, None, math.sqrt(x.shape[1]), fp8.E4M3)
+        dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
         losses, dx_chunks = [], []
-        dweight: Tensor | None = None
-        for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
-            q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
+        for first in range(0, x.shape[0], size):
+            rows = slice(first, first + size)
+            parts: Tensor | None = None
             if exact is not None:
-                logits = x_chunk @ exact.T
+                logits = x[rows] @ exact.T
+            elif fused_sums:
+                logits, parts = torch.ops.nanorun.fp8_logits(q[rows], head, unit, head_unit, softcap)
             else:
-                logits = fp8.multiply(q, head, unit, head_unit, x.dtype, fp8.FAST_SUMS, pingpong)
-            loss, dz, dzt, dz_unit = softcap_loss.softcap_loss_fp8(logits, target_chunk, softcap, vocab_size)
+                logits = fp8.multiply(q[rows], head, unit, head_unit, x.dtype, fp8.FAST_SUMS, pingpong)
+            loss, dz, dz_unit = softcap_loss.softcap_loss_fp8(
+                logits, targets[rows], softcap, vocab_size, parts, dzt, first
+            )
             del logits
             losses.append(loss.sum())
             dx_chunks.append(fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False))
-            share = fp8.multiply(dzt, qt, dz_unit, unit, torch.float32, False)
-            dweight = share if dweight is None else dweight + share
-        ctx.save_for_backward(torch.cat(dx_chunks), dweight)
+        ctx.save_for_backward(torch.cat(dx_chunks), dzt, dz_unit, qt, unit)
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight = ctx.saved_tensors
-        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 9
+        dx, dzt, dz_unit, qt, unit = ctx.saved_tensors
+        dweight = fp8.multiply(dzt, qt, dz_unit * grad_output.float(), unit, torch.float32, False)
+        return _scaled(dx, grad_output), dweight, *[None] * 10
 
 
 def can_fuse(softcap: float | None) -> bool:

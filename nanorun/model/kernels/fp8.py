@@ -317,8 +317,9 @@ if triton is not None:
         return tl.max(tl.load(slots + tl.arange(0, SLOTS)), 0)
 
     @triton.jit
-    def store_both(tile, row, column, q, qt, rows, columns, padded):
-        """A tile of q, and of its transpose, whose rows go on with zeros to `padded`: the tile has them.
+    def store_both(tile, row, column, q, qt, rows, columns, padded, pitch):
+        """A tile of q, and of its transpose, whose rows go on with zeros to `padded`: the tile has them. They are
+        `pitch` apart.
 
         It is transposed in sixteen bits and rounded to eight afterwards, twice: ptxas of CUDA 12.9 mixes up the
         bytes of a tile of 8-bit floats that is stored both ways (triton-lang/triton issue 11111)."""
@@ -326,7 +327,7 @@ if triton is not None:
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         value = tile.to(tl.float32).to(q.dtype.element_ty)
         tl.store(q + at, value, mask=(row < rows)[:, None] & (column < columns)[None, :])
-        at = column.to(tl.int64)[:, None] * padded + row[None, :]
+        at = column.to(tl.int64)[:, None] * pitch + row[None, :]
         value = tl.trans(tile).to(tl.float32).to(q.dtype.element_ty)
         tl.store(qt + at, value, mask=(column < columns)[:, None] & (row < padded)[None, :])
 
@@ -368,7 +369,7 @@ if triton is not None:
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
-        store_both(tile, row, column, q, qt, rows, columns, padded)
+        store_both(tile, row, column, q, qt, rows, columns, padded, padded)
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(unit, size)
 
@@ -426,7 +427,7 @@ if triton is not None:
             column = first + tl.arange(0, COLUMNS)
             inside = (row < rows)[:, None] & (column < columns)[None, :]
             tile = tl.load(s + begin + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            store_both(tile * inverse[:, None] * fine, row, column, q, qt, rows, columns, padded)
+            store_both(tile * inverse[:, None] * fine, row, column, q, qt, rows, columns, padded, padded)
         if tl.program_id(0) == 0:
             tl.store(unit, size)
 
@@ -454,7 +455,7 @@ if triton is not None:
         tile = tl.where(tile < 0, 0.0, tile)  # comparisons that let NaN pass, here and below
         tile = tile * tile * inverse
         tile = tl.where(tile > MOST, MOST, tile)
-        store_both(tile, row, column, q, qt, rows, columns, padded)
+        store_both(tile, row, column, q, qt, rows, columns, padded, padded)
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(unit, size)
 
@@ -488,7 +489,7 @@ if triton is not None:
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         tile = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32) * slope * inverse
-        store_both(tile, row, column, q, qt, rows, columns, padded)
+        store_both(tile, row, column, q, qt, rows, columns, padded, padded)
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(unit, size)
 

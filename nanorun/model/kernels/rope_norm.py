@@ -345,8 +345,8 @@ if triton is not None:
             dxa, dxb = _turned_back(a, b, c, s, da, db, gain, eps, DIM)
         columns: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
         first = head * DIM + half
-        fp8.store_both(dxa * scale, token, first, out, out_t, tokens, columns, padded)
-        fp8.store_both(dxb * scale, token, first + DIM // 2, out, out_t, tokens, columns, padded)
+        fp8.store_both(dxa * scale, token, first, out, out_t, tokens, columns, padded, padded)
+        fp8.store_both(dxb * scale, token, first + DIM // 2, out, out_t, tokens, columns, padded, padded)
         if tl.program_id(0) + head == 0:
             tl.store(unit, size)
 

@@ -14,7 +14,8 @@ the logits' rounding to bf16.
 
 For a head in eight bits the gradient is wanted as e5m2 and transposed as well (fp8.py says why), so tiles have
 to be written. Then sums and gradient are two kernels, and the logits are read twice from memory; but what is
-written is half as much, so it takes about as long.
+written is half as much, so it takes about as long. Where the product that makes the logits sums their exponentials,
+too (products.py), the first of the two only adds up what that left.
 
 Does not cover: no softcap, or one so large that the exponentials need a maximum
 subtracted; targets past the vocabulary.
@@ -33,6 +34,7 @@ except ImportError:  # a CPU build of torch has no Triton
 
 BLOCK = 8_192  # columns at a time
 TILE_ROWS, TILE_COLUMNS = 64, 64  # of a gradient written both ways
+FINISHED_ROWS = 8
 
 if triton is not None:
 
@@ -83,6 +85,36 @@ if triton is not None:
                 tl.store(start + column, dz.to(logits.dtype.element_ty), mask=column < COLUMNS)
 
     @triton.jit
+    def _finish(
+        logits,
+        targets,
+        parts,
+        losses,
+        totals,
+        softcap,
+        rows,
+        COLUMNS: tl.constexpr,
+        PARTS: tl.constexpr,
+        WIDE: tl.constexpr,
+        ROWS: tl.constexpr,
+        FAST: tl.constexpr,
+    ):
+        """What `_row` finds, from each row's sums of exponentials over some columns."""
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = row < rows
+        part = tl.arange(0, WIDE)
+        at = row[:, None] * PARTS + part[None, :]
+        sums = tl.load(parts + at, mask=inside[:, None] & (part < PARTS)[None, :], other=0.0)
+        log2_total = tl.log2(tl.sum(sums, 1))
+        target = tl.load(targets + row, mask=inside, other=-1)
+        z_target = tl.load(logits + row * COLUMNS + tl.maximum(target, 0), mask=inside, other=0.0).to(
+            tl.float32
+        )
+        loss = log2_total * 0.6931471805599453 - softcap * _tanh(z_target * (1.0 / softcap), FAST)
+        tl.store(losses + row, tl.where(target >= 0, loss, 0.0), mask=inside)
+        tl.store(totals + row, log2_total, mask=inside)
+
+    @triton.jit
     def _gradient_tile(
         logits,
         targets,
@@ -93,6 +125,7 @@ if triton is not None:
         unit,
         rows,
         padded,
+        pitch,
         COLUMNS: tl.constexpr,
         VOCAB: tl.constexpr,
         TILE: tl.constexpr,
@@ -112,7 +145,7 @@ if triton is not None:
         share = tl.exp2(t * (softcap * 1.4426950408889634) - log2_total)
         dz = (share - tl.where(column[None, :] == target, 1.0, 0.0)) * (1 - t * t)
         dz = tl.where(inside & (target >= 0), dz, 0.0) * inverse
-        fp8.store_both(dz, row, column, q, qt, rows, COLUMNS, padded)
+        fp8.store_both(dz, row, column, q, qt, rows, COLUMNS, padded, pitch)
         if tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(unit, size)
 
@@ -128,14 +161,28 @@ def _(logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("nanorun::softcap_loss_fp8", mutates_args=())
+@torch.library.custom_op("nanorun::softcap_loss_fp8", mutates_args={"turned"})
 def softcap_loss_fp8(
-    logits: Tensor, targets: Tensor, softcap: float, vocab_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss of each row of (n, V) logits; its gradient (n, V) in e5m2, transposed (V, n), and the unit."""
-    losses, totals = _rows(logits, targets, softcap, vocab_size, gradient=False)
-    q, qt, unit = fp8.both_ways(logits, fp8.E5M2)
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float,
+    vocab_size: int,
+    parts: Tensor | None,
+    turned: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each row of (n, V) logits; its gradient (n, V) in e5m2, and the unit.
+
+    Transposed, the gradient is written into columns of `turned` (V, N), from the first of these rows on. `parts` (n,
+    any): sums of the rows' exponentials, which together are all, where they are known; then V is the vocabulary.
+    """
     rows, columns = logits.shape
+    if parts is None:
+        losses, totals = _rows(logits, targets, softcap, vocab_size, gradient=False)
+    else:
+        losses, totals = _finished(logits, targets, softcap, parts)
+    q, unit = logits.new_empty(rows, columns, dtype=fp8.E5M2), logits.new_empty(1, dtype=torch.float32)
+    qt = turned[:, first:]
     _gradient_tile[(triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
         logits,
         targets,
@@ -145,7 +192,8 @@ def softcap_loss_fp8(
         qt,
         unit,
         rows,
-        qt.shape[1],
+        fp8.padded(rows),
+        turned.shape[1],
         COLUMNS=columns,
         VOCAB=vocab_size,
         TILE=TILE_ROWS,
@@ -154,14 +202,21 @@ def softcap_loss_fp8(
         FAST=_fast(logits),
         num_warps=8,
     )
-    return losses, q, qt, unit
+    return losses, q, unit
 
 
 @softcap_loss_fp8.register_fake
 def _(
-    logits: Tensor, targets: Tensor, softcap: float, vocab_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return logits.new_empty(logits.shape[0], dtype=torch.float32), *fp8.both_ways(logits, fp8.E5M2)
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float,
+    vocab_size: int,
+    parts: Tensor | None,
+    turned: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    losses, unit = (logits.new_empty(n, dtype=torch.float32) for n in (logits.shape[0], 1))
+    return losses, torch.empty_like(logits, dtype=fp8.E5M2), unit
 
 
 def _rows(
@@ -182,6 +237,28 @@ def _rows(
         FAST=_fast(logits),
         GRADIENT=gradient,
         num_warps=16 if columns >= BLOCK else 4,
+    )
+    return losses, totals
+
+
+def _finished(logits: Tensor, targets: Tensor, softcap: float, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from sums of exponentials that are known in parts."""
+    rows, columns = logits.shape
+    losses, totals = logits.new_empty(2, rows, dtype=torch.float32).unbind()
+    _finish[(triton.cdiv(rows, FINISHED_ROWS),)](
+        logits,
+        targets,
+        parts,
+        losses,
+        totals,
+        softcap,
+        rows,
+        COLUMNS=columns,
+        PARTS=parts.shape[1],
+        WIDE=triton.next_power_of_2(parts.shape[1]),
+        ROWS=FINISHED_ROWS,
+        FAST=_fast(logits),
+        num_warps=4,
     )
     return losses, totals
 
