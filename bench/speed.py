@@ -445,6 +445,7 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
     gradients = [random(tokens, heads, 128) for _ in "qkv"]
     table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
     common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # as in text, some tokens are everywhere
+    gate = random(tokens, heads)
     kernels = []
     for name, moved, call in (
         ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
@@ -471,6 +472,11 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
         ),
         ("add_rows", 10 * narrow, lambda: add_rows.add_rows(table, picked, x)),
         ("add_rows, common tokens", 10 * narrow, lambda: add_rows.add_rows(table, common, x)),
+        (
+            "gated_backward, common tokens",
+            14 * narrow,
+            lambda: add_rows.gated_backward(table, gradients[0], gate, table, common),
+        ),
         ("index_add_ (torch)", 18 * narrow, lambda: table.index_add_(0, picked, x.float())),
         ("softcap_loss", 4 * whole, lambda: softcap_loss(logits.clone(), targets, 15.0, vocab, True)),
         ("logits.clone", 4 * whole, lambda: logits.clone()),

@@ -141,7 +141,10 @@ _NAMES = (
     ("quantizing", r"_quantize_kernel|_measure_kernel|_largest_kernel|float8"),
     ("norms and residual stream", r"^_norm_kernel|^_stream_|rms_norm|rsqrt|mean"),
     ("matmuls", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
-    ("embeddings", r"^_add_kernel|embedding|index_put|index_add|scatter|gather|sort|Memset|fill|zeros"),
+    (
+        "embeddings",
+        r"^_(add|gated)_kernel|embedding|index_put|index_add|scatter|gather|sort|Memset|fill|zeros",
+    ),
     ("gradient accumulation", r"vectorized_elementwise.*add|CUDAFunctor_add"),
     ("casts", r"copy|cat"),
 )

@@ -69,9 +69,18 @@ class Table(nn.Embedding):
             return add_rows.look_up(self.weight, self.sums, tokens, dtype)
         return self(tokens).to(dtype)
 
+    def added(self, v: Tensor, gate: Tensor, tokens: Tensor) -> Tensor:
+        """v (B, T, K, D) plus the tokens' rows, times gate (B, T, K)."""
+        if self.sums is not None and torch.is_grad_enabled():
+            return add_rows.add_gated(v, gate, self.weight, self.sums, tokens)
+        return add_rows.gated(v, gate, self(tokens))
+
     def renew(self) -> None:
         if self.sums is not None:
             self.weight.grad = self.sums.zero_()
+
+
+Values = tuple[Table, Tensor]  # a layer's second embedding, and the tokens to look up in it
 
 
 class Attention(nn.Module):
@@ -99,7 +108,7 @@ class Attention(nn.Module):
         self.qkv_low = LowCopy(*stacked, copied_as) if copied_as else None
 
     def forward(
-        self, stream: Stream, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
+        self, stream: Stream, values: Values | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         batch, time, _ = stream.x.shape
         config = self.config
@@ -110,9 +119,9 @@ class Attention(nn.Module):
             n = norm(x)
             mixed, gated = self._mixed(n), n[..., :VALUE_GATE_CHANNELS]
             q, k, v = self._fused_heads(mixed, rope) if self.fused_rope else self._heads(mixed, rope)
-        if value is not None and self.value_gate is not None:
-            gate = 3 * torch.sigmoid(self.value_gate(gated))
-            v = v + gate.unsqueeze(-1) * value.view_as(v)
+        if values is not None and self.value_gate is not None:
+            table, tokens = values
+            v = table.added(v, 3 * torch.sigmoid(self.value_gate(gated)), tokens)
         mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
         return x, self.out(mixed.reshape(batch, time, config.dim))
 
@@ -206,9 +215,9 @@ class Block(nn.Module):
         self.mlp = MLP(config, means)
 
     def forward(
-        self, stream: Stream, value: Tensor | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
+        self, stream: Stream, values: Values | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x, y = self.attention(stream, value, rope, docs)
+        x, y = self.attention(stream, values, rope, docs)
         return cast(tuple[Tensor, Tensor], self.mlp(Stream(x, y)))
 
 
@@ -357,11 +366,11 @@ class GPT(nn.Module):
             mixing = (start, self.lambdas[i], self.mus[i]) if config.residual_scalars else ()
             stream = Stream(x, y, *mixing)
             table = cast(Table, self.value_embeds[str(i)]) if config.has_value_embedding(i) else None
-            value = table.rows(tokens, x.dtype) if table is not None else None
+            values = (table, tokens) if table is not None else None
             if config.recompute and torch.is_grad_enabled():
-                x, y = checkpoint(block, stream, value, rope, docs, use_reentrant=False)
+                x, y = checkpoint(block, stream, values, rope, docs, use_reentrant=False)
             else:
-                x, y = block(stream, value, rope, docs)
+                x, y = block(stream, values, rope, docs)
             if i == config.depth // 2:
                 x, y = x + y, None
                 middle = x

@@ -183,6 +183,24 @@ def test_rows_are_added_into_a_table_s_gradient(width):
     torch.testing.assert_close(sums.double(), truth, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("heads", [1, 6, 12])
+def test_values_through_a_gate_learn_as_the_plain_sum_does(heads):
+    v, dy = (draw(2, 1001, heads, 128, seed=i, dtype=torch.bfloat16) for i in range(2))
+    gate, table = draw(2, 1001, heads, seed=2, dtype=torch.bfloat16), draw(500, heads * 128, seed=3)
+    tokens = (torch.rand(2, 1001, device="cuda") ** 4 * 500).int()  # a few are very common
+    given = [each.clone().requires_grad_() for each in (v, gate, table)]
+    sums = torch.zeros_like(table)
+    fast = torch.compile(add_rows.add_gated, dynamic=False, fullgraph=True)(*given, sums, tokens)
+    fast.backward(dy)
+    exact = [each.detach().double().requires_grad_() for each in (v, gate, table.bfloat16())]
+    truth = add_rows.gated(exact[0], exact[1], exact[2][tokens])
+    truth.backward(dy.double())
+    assert relative_error(fast, truth) < 0.01
+    assert torch.equal(given[0].grad, dy)
+    assert relative_error(given[1].grad, exact[1].grad) < 0.01
+    assert relative_error(sums, exact[2].grad) < 1e-4
+
+
 @functools.cache
 def trained(steps, **changes):
     """Losses of a small model on one batch, and how many graphs there were after ten steps and at the end."""

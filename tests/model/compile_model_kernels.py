@@ -53,7 +53,9 @@ def launch_all(tokens: int, width: int, vocab: int = 32_768) -> None:
     for known in (None, parts):
         softcap_loss.softcap_loss_fp8._init_fn(empty(8192, vocab), targets, 15.0, vocab, known, turned, 8192)
     table = empty(vocab, width, dtype=torch.float32)
-    add_rows.add_rows._init_fn(table, empty(16, 2048, dtype=torch.int32), empty(16, 2048, width))
+    tokens_of_rows, gate = empty(16, 2048, dtype=torch.int32), empty(16, 2048, heads)
+    add_rows.add_rows._init_fn(table, tokens_of_rows, empty(16, 2048, width))
+    add_rows.gated_backward._init_fn(table, empty(16, 2048, heads, 128), gate, table, tokens_of_rows)
     softcap_loss.softcap_loss._init_fn(empty(8192, vocab), targets, 15.0, vocab, True)
 
 

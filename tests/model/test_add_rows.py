@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from near import relative_error
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from nanorun.model.kernels import add_rows
@@ -21,6 +22,34 @@ def test_the_kernel_adds_what_the_reference_adds(shape, dtype):
     torch.testing.assert_close(sums.double(), truth, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 3, 16), (1, 33, 1, 48), (3, 7, 6, 20)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_values_through_a_gate_learn_as_the_plain_sum_does(shape, dtype, ordered):
+    dice = torch.Generator().manual_seed(0)
+    v, dy = (torch.randn(shape, generator=dice).to(DEVICE, dtype) for _ in range(2))
+    gate = torch.rand(shape[:-1], generator=dice).to(DEVICE, dtype)
+    table = torch.randn(9, shape[-2] * shape[-1], generator=dice).to(DEVICE)
+    tokens = torch.randint(0, 6, shape[:2], generator=dice).to(DEVICE)
+    given = [each.clone().requires_grad_() for each in (v, gate, table)]
+    sums = torch.ones_like(table)
+    torch.use_deterministic_algorithms(ordered)
+    try:
+        fast = add_rows.add_gated(*given, sums, tokens)
+        fast.backward(dy)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    exact = [each.detach().double().requires_grad_() for each in (v, gate, table.to(dtype))]
+    truth = add_rows.gated(exact[0], exact[1], exact[2][tokens])
+    truth.backward(dy.double())
+    near = 1e-6 if dtype == torch.float32 else 0.01
+    assert relative_error(fast, truth) < near
+    torch.testing.assert_close(given[0].grad.double(), exact[0].grad)
+    assert relative_error(given[1].grad, exact[1].grad) < near
+    assert given[2].grad is None
+    torch.testing.assert_close(sums.double() - 1, exact[2].grad, rtol=1e-5, atol=1e-5)
+
+
 def test_compiled_it_adds_to_the_same_memory():
     torch._dynamo.reset()
     table = torch.randn(20, 16, device=DEVICE, requires_grad=True)
@@ -28,8 +57,11 @@ def test_compiled_it_adds_to_the_same_memory():
     tokens = torch.tensor([[3, 3, 5, 19]], device=DEVICE)
     where = sums.data_ptr()
 
+    gate, v = torch.ones(1, 4, 2, device=DEVICE, requires_grad=True), torch.zeros(1, 4, 2, 8, device=DEVICE)
+
     def loss(table, sums):
-        return add_rows.look_up(table, sums, tokens, torch.float32).square().sum()
+        rows = add_rows.look_up(table, sums, tokens, torch.float32)
+        return rows.square().sum() + add_rows.add_gated(v, gate, table, sums, tokens).square().sum()
 
     compiled = torch.compile(
         loss, fullgraph=True, backend="inductor" if DEVICE.type == "cuda" else "aot_eager"
@@ -38,5 +70,5 @@ def test_compiled_it_adds_to_the_same_memory():
         compiled(table, sums).backward()
     assert sums.data_ptr() == where
     assert table.grad is None
-    truth = torch.zeros_like(sums).index_add(0, tokens.flatten(), 6 * table.detach()[tokens.flatten()])
+    truth = torch.zeros_like(sums).index_add(0, tokens.flatten(), 12 * table.detach()[tokens.flatten()])
     torch.testing.assert_close(sums, truth)

@@ -8,6 +8,9 @@ So the sum over micro-steps is one buffer, and the backward pass adds the rows o
 is the table's `.grad`; autograd itself gets no gradient. Compiled, nothing is copied: the operator writes to
 the buffer in place (checked in the generated code).
 
+Most tables are of values, whose rows are not used as they are but added to something through a gate: `add_gated`
+does that, and in its backward pass one kernel makes the gradients of rows and gate, with no row written in between.
+
 Rows of equal tokens are added in any order, so sums differ in their last bits from run to run, as they do in the
 compiled code without this; with deterministic algorithms torch's ordered `index_add_` is used.
 `reference` is the gradient in plain PyTorch, and the truth.
@@ -54,7 +57,57 @@ class _LookUp(torch.autograd.Function):
         return None, None, None, None
 
 
+@whole
+def add_gated(v: Tensor, gate: Tensor, table: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
+    """v (..., K, D) plus each token's row of (V, K·D) times gate (..., K); the rows' gradients go to `sums`."""
+    added: Tensor = _AddGated.apply(v, gate, table, sums, tokens)
+    return added
+
+
+def gated(v: Tensor, gate: Tensor, rows: Tensor) -> Tensor:
+    """The same from rows at hand, in plain PyTorch."""
+    return v + gate.unsqueeze(-1) * rows.to(v.dtype).view(v.shape)
+
+
+class _AddGated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, gate: Tensor, table: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, table, sums, tokens)
+        return gated(v, gate, table[tokens])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, table, sums, tokens = ctx.saved_tensors
+        return dy, gated_backward(sums, dy, gate, table, tokens), None, None, None
+
+
 if triton is not None:
+
+    @triton.jit
+    def _gated_kernel(
+        sums,
+        dy,
+        gate,
+        table,
+        tokens,
+        dgate,
+        HEADS: tl.constexpr,
+        DIM: tl.constexpr,
+        MOST_HEADS: tl.constexpr,
+        MOST_DIM: tl.constexpr,
+    ):
+        at = tl.program_id(0).to(tl.int64)
+        token = tl.load(tokens + at).to(tl.int64)
+        head, channel = tl.arange(0, MOST_HEADS), tl.arange(0, MOST_DIM)
+        inside = (head < HEADS)[:, None] & (channel < DIM)[None, :]
+        column = head[:, None] * DIM + channel[None, :]
+        gradient = tl.load(dy + at * HEADS * DIM + column, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(table + token * HEADS * DIM + column, mask=inside, other=0.0)
+        row = row.to(dy.dtype.element_ty).to(tl.float32)  # as it was added
+        tl.store(dgate + at * HEADS + head, tl.sum(gradient * row, 1), mask=head < HEADS)
+        share = tl.load(gate + at * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
+        to = sums + token * HEADS * DIM + column
+        tl.atomic_add(to, gradient * share[:, None], mask=inside, sem="relaxed")
 
     @triton.jit
     def _add_kernel(sums, tokens, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
@@ -81,3 +134,34 @@ def add_rows(sums: Tensor, tokens: Tensor, rows: Tensor) -> None:
 @add_rows.register_fake
 def _(sums: Tensor, tokens: Tensor, rows: Tensor) -> None:
     return None
+
+
+@torch.library.custom_op("nanorun::gated_backward", mutates_args={"sums"})
+def gated_backward(sums: Tensor, dy: Tensor, gate: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
+    """The gradient of `gate`, from that of what `add_gated` returned; that of the rows is added to `sums`."""
+    *_, heads, dim = dy.shape
+    if triton is None or sums.dtype != torch.float32 or torch.are_deterministic_algorithms_enabled():
+        rows = table[tokens].to(dy.dtype).view(dy.shape)
+        share = (dy.float() * gate.float().unsqueeze(-1)).flatten(-2)
+        sums.index_add_(0, tokens.flatten(), share.flatten(0, -2).to(sums.dtype))
+        return (dy.float() * rows.float()).sum(-1).to(gate.dtype)
+    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _gated_kernel[(tokens.numel(),)](
+        sums,
+        dy.contiguous(),
+        gate.contiguous(),
+        table,
+        tokens.contiguous(),
+        dgate,
+        HEADS=heads,
+        DIM=dim,
+        MOST_HEADS=triton.next_power_of_2(heads),
+        MOST_DIM=triton.next_power_of_2(dim),
+        num_warps=4,
+    )
+    return dgate
+
+
+@gated_backward.register_fake
+def _(sums: Tensor, dy: Tensor, gate: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
