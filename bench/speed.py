@@ -54,6 +54,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fused stream off": {"fused_stream": False},
     "fused ReLU² off": {"fused_relu2": False},
     "fused sums off": {"fused_sums": False},
+    "fused residual off": {"fused_residual": False},
     "ping-pong products off": {"pingpong": False},
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
     "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},

@@ -34,7 +34,7 @@ from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNEL
 from nanorun.model.attention import attend, everywhere, spare_plans, window_blocks
 from nanorun.model.kernels import add_rows, fp8, kernels_run_on, products, rope_norm
 from nanorun.model.kernels.fp8 import Copies
-from nanorun.model.kernels.stream import Stream
+from nanorun.model.kernels.stream import Mixing, Stream
 from nanorun.model.linear import Linear, LowCopy
 from nanorun.model.loss import can_fuse, chunked_loss, plain_loss
 
@@ -106,10 +106,11 @@ class Attention(nn.Module):
         self.qkv8 = Copies(*stacked, lengths=False, pingpong=pingpong) if in_eight else None
         copied_as = means.copied_as if config.fused_qkv and not in_eight else None
         self.qkv_low = LowCopy(*stacked, copied_as) if copied_as else None
+        self.adds = adds_in_products(config, means)
 
     def forward(
         self, stream: Stream, values: Values | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Stream:
         batch, time, _ = stream.x.shape
         config = self.config
         if self.qkv8 is not None and torch.is_grad_enabled():
@@ -123,7 +124,11 @@ class Attention(nn.Module):
             table, tokens = values
             v = table.added(v, 3 * torch.sigmoid(self.value_gate(gated)), tokens)
         mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
-        return x, self.out(mixed.reshape(batch, time, config.dim))
+        mixed = mixed.reshape(batch, time, config.dim)
+        if self.adds and torch.is_grad_enabled():
+            flat = products.linear_onto(mixed.flatten(0, 1), self.out.weight, x.flatten(0, 1))
+            return Stream(x, flat.view_as(x), done=True)
+        return Stream(x, self.out(mixed))
 
     def renew(self) -> None:
         self.out.renew()
@@ -189,11 +194,11 @@ class MLP(nn.Module):
         self.up8 = Copies(hidden, config.dim, pingpong=pingpong) if in_eight else None
         self.down8 = Copies(config.dim, hidden, pingpong=pingpong) if in_eight else None
 
-    def forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def forward(self, stream: Stream, after: Mixing | None = None) -> tuple[Tensor, Tensor]:
         if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():
             stream = stream if self.fused_stream else Stream(stream.settled())
             weights = self.up.weight, self.down.weight
-            return fp8.norm_mlp(stream, self.up8, self.down8, *weights, self.fused_relu2)
+            return fp8.norm_mlp(stream, self.up8, self.down8, *weights, self.fused_relu2, after)
         x = stream.settled()
         return x, self.down(F.relu(self.up(norm(x))).square())
 
@@ -205,9 +210,17 @@ class MLP(nn.Module):
             self.down8.renew(self.down.weight)
 
 
+def adds_in_products(config: ModelConfig, means: Means) -> bool:
+    """Whether what is added to the stream is added by the product that makes it."""
+    in_layers = (
+        means.eight_bits and config.fp8 not in ("none", "mlp") and config.fused_rope and config.fused_qkv
+    )
+    return in_layers and means.products and config.fused_stream and config.fused_residual
+
+
 class Block(nn.Module):
     """Attention and MLP norm their input themselves, and add up what is pending in it: each returns the stream that
-    it saw, and what it adds to it."""
+    it saw, and what it adds to it. `after`: it is added already, as stream.py says."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: Backend, means: Means) -> None:
         super().__init__()
@@ -215,10 +228,14 @@ class Block(nn.Module):
         self.mlp = MLP(config, means)
 
     def forward(
-        self, stream: Stream, values: Values | None, rope: tuple[Tensor, Tensor], docs: Tensor | None
+        self,
+        stream: Stream,
+        values: Values | None,
+        rope: tuple[Tensor, Tensor],
+        docs: Tensor | None,
+        after: Mixing | None = None,
     ) -> tuple[Tensor, Tensor]:
-        x, y = self.attention(stream, values, rope, docs)
-        return cast(tuple[Tensor, Tensor], self.mlp(Stream(x, y)))
+        return cast(tuple[Tensor, Tensor], self.mlp(self.attention(stream, values, rope, docs), after))
 
 
 class GPT(nn.Module):
@@ -276,6 +293,7 @@ class GPT(nn.Module):
             self.smear_scale = nn.Parameter(torch.empty(1))
         if config.backout:
             self.backout_scale = nn.Parameter(torch.empty(1))
+        self.adds = adds_in_products(config, means)
         half = torch.empty(config.context, config.head_dim // 2)
         self.register_buffer("cos", half, persistent=False)
         self.register_buffer("sin", half.clone(), persistent=False)
@@ -362,15 +380,18 @@ class GPT(nn.Module):
             x = self._smeared(x, docs)
         start, middle = x, x
         y: Tensor | None = None  # still to be added to x
+        mixings, after = self._mixings(start), None
         for i, block in enumerate(self.layers()):
-            mixing = (start, self.lambdas[i], self.mus[i]) if config.residual_scalars else ()
-            stream = Stream(x, y, *mixing)
+            stream = Stream(x, y, done=after is not None)
+            if config.residual_scalars:
+                stream = stream._replace(start=start, scale=self.lambdas[i], share=self.mus[i])
+            after = mixings.get(i)
             table = cast(Table, self.value_embeds[str(i)]) if config.has_value_embedding(i) else None
             values = (table, tokens) if table is not None else None
             if config.recompute and torch.is_grad_enabled():
-                x, y = checkpoint(block, stream, values, rope, docs, use_reentrant=False)
+                x, y = checkpoint(block, stream, values, rope, docs, after, use_reentrant=False)
             else:
-                x, y = block(stream, values, rope, docs)
+                x, y = block(stream, values, rope, docs, after)
             if i == config.depth // 2:
                 x, y = x + y, None
                 middle = x
@@ -378,6 +399,17 @@ class GPT(nn.Module):
         if config.backout:
             x = x - self.backout_scale.to(x.dtype) * middle
         return norm(x)
+
+    def _mixings(self, start: Tensor) -> dict[int, Mixing]:
+        """By layer: what the next one does to the stream, where this one's last product can do it already."""
+        if not self.adds or not torch.is_grad_enabled():
+            return {}
+        config = self.config
+        layers = [i for i in range(config.depth - 1) if i != config.depth // 2]  # whose y is wanted as it is
+        if not config.residual_scalars:
+            return dict.fromkeys(layers, Mixing())
+        lambdas, mus = (each.detach().to(self.dtype).float() for each in (self.lambdas, self.mus))
+        return {i: Mixing(start.detach(), lambdas[i + 1], mus[i + 1]) for i in layers}
 
     def forward(
         self, tokens: Tensor, targets: Tensor, docs: Tensor | None = None, per_token: bool = False
@@ -448,7 +480,7 @@ def empty(
         learns and config.sparse_tables and kernels_run_on(device),
         eight_bits
         and config.fp8 != "none"
-        and (config.pingpong or config.fused_relu2 or config.fused_sums)
+        and (config.pingpong or config.fused_relu2 or config.fused_sums or config.fused_residual)
         and products.work(device),
     )
     with torch.device("meta"):

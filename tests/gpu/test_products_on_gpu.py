@@ -117,6 +117,40 @@ def test_a_loss_whose_sums_are_made_by_the_product_agrees_with_float64(rows):
     assert relative(weight.grad, exact[1].grad) < 0.1
 
 
+@pytest.mark.parametrize("shape", [(256, 128, 512), (1001, 768, 3072), (32_768, 768, 3072)], ids=str)
+@pytest.mark.parametrize("mixes", [False, True])
+def test_what_a_product_is_added_to_is_in_its_result(shape, mixes):
+    tokens, width, hidden = shape
+    h, _, unit, _, copies = drawn(tokens, hidden, width)
+    dice = torch.Generator(CUDA).manual_seed(5)
+    x, start = torch.randn(2, tokens, width, device=CUDA, generator=dice).bfloat16()
+    scale, share = torch.tensor([1.125, 0.0625], device=CUDA)
+    mixing = (start, scale, share) if mixes else (None, None, None)
+    found = products.land(h, copies.rows, unit, copies.unit, x, *mixing)
+    rows = slice(max(tokens - 512, 0), tokens)
+    truth = (h[rows].double() * unit) @ (copies.rows.double() * copies.unit).T + x[rows].double()
+    if mixes:
+        truth = scale.double() * truth + share.double() * start[rows].double()
+    assert relative(found[rows], truth) < 0.005
+
+
+@pytest.mark.parametrize("tokens", [256, 1001, 32_768])
+def test_a_linear_layer_onto_the_stream_adds_to_it_and_learns_as_without(tokens):
+    dice = torch.Generator(CUDA).manual_seed(6)
+    x, stream, dy = torch.randn(3, tokens, 768, device=CUDA, generator=dice).bfloat16()
+    weight = 0.03 * torch.randn(768, 768, device=CUDA, generator=dice)
+    given = [x.clone().requires_grad_(), weight.clone().requires_grad_(), stream.clone().requires_grad_()]
+    found = torch.compile(products.linear_onto, dynamic=False, fullgraph=True)(*given)
+    found.backward(dy)
+    exact = [x.double().requires_grad_(), weight.bfloat16().double().requires_grad_()]
+    truth = exact[0] @ exact[1].T
+    truth.backward(dy.double())
+    assert relative(found, truth.detach() + stream.double()) < 0.005
+    assert relative(given[0].grad, exact[0].grad) < 0.005
+    assert relative(given[1].grad, exact[1].grad) < 0.005
+    assert given[2].grad is None, "the stream's gradient goes another way"
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (16, 16), (1001, 528), (300, 3072), (32_768, 3072)], ids=str)
 @pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
 def test_turning_moves_every_byte_and_pads_with_zeros(shape, dtype):

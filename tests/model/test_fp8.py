@@ -247,9 +247,9 @@ def small(**changes):
     return replace(config, **changes)
 
 
-def built(config, eight_bits=True):
+def built(config, eight_bits=True, products=False):
     torch.manual_seed(0)
-    model = GPT(config, dtype=torch.bfloat16, means=Means(True, eight_bits)).to(DEVICE)
+    model = GPT(config, dtype=torch.bfloat16, means=Means(True, eight_bits, products=products)).to(DEVICE)
     model.init_weights()
     with torch.no_grad():
         for block in model.layers():  # zero at first, so that nothing behind them would be tested
@@ -302,6 +302,61 @@ def test_compiled_it_is_one_graph_and_gives_the_same():
         losses = [forward(*rows_of_text()) / 64 for forward in (model, compiled)]
         for loss in losses:
             loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
+    truth = dict(model.named_parameters())
+    for name, param in other.named_parameters():
+        assert (param.grad - truth[name].grad).norm() <= 0.02 * truth[name].grad.norm(), name
+
+
+ENDINGS = ("pingpong", "fused_relu2", "fused_sums", "fused_residual")
+
+
+def with_endings(chosen=ENDINGS, **changes):
+    sizes = {"context": 32, "dim": 64, "heads": 2, "kv_heads": 2, "short_window": 16}
+    return replace(scale_model(5, 128, **sizes), fp8="all", **{e: e in chosen for e in ENDINGS}, **changes)
+
+
+def gradients(model):
+    (model(*rows_of_text()) / 64).backward()
+    return {name: param.grad.double() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "changes"),
+    [
+        *(((field,), {}) for field in ENDINGS),
+        (ENDINGS, {}),
+        (ENDINGS, {"recompute": True}),
+        (ENDINGS, {"residual_scalars": False}),
+        (("fused_residual",), {"residual_scalars": False}),
+    ],
+    ids=str,
+)
+def test_a_model_whose_products_do_more_learns_as_one_whose_do_not(chosen, changes):
+    if DEVICE.type == "cuda" and not products.work(DEVICE):
+        pytest.skip("quack's products do not run here")
+    truth = gradients(built(with_endings(**changes), eight_bits=False))
+    model = built(with_endings(chosen, **changes), products=True)
+    apart, together = gradients(built(with_endings((), **changes))), gradients(model)
+    for name, exact in truth.items():
+        if exact.numel() > 1:  # a single number's error says nothing
+            size = exact.norm()
+            usual = (apart[name] - exact).norm()
+            assert (together[name] - exact).norm() <= 1.3 * usual + 0.02 * size, name
+    with torch.no_grad():
+        assert model(*rows_of_text()).isfinite(), "evaluation is without them"
+
+
+def test_compiled_a_model_whose_products_do_more_is_one_graph_and_gives_the_same():
+    if DEVICE.type == "cuda" and not products.work(DEVICE):
+        pytest.skip("quack's products do not run here")
+    torch._dynamo.reset()
+    model, other = built(with_endings(), products=True), built(with_endings(), products=True)
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    compiled = torch.compile(other, dynamic=False, fullgraph=True, backend=backend)
+    losses = [forward(*rows_of_text()) / 64 for forward in (model, compiled)]
+    for loss in losses:
+        loss.backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
     truth = dict(model.named_parameters())
     for name, param in other.named_parameters():

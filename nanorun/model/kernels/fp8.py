@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from nanorun.config import NORM_EPSILON
 from nanorun.model.kernels import stream, whole
-from nanorun.model.kernels.stream import Stream
+from nanorun.model.kernels.stream import Mixing, Stream
 
 try:
     import triton
@@ -121,12 +121,24 @@ def norm_linear(x: Tensor, copies: Copies, weights: list[Tensor], kept: int) -> 
 
 
 def norm_mlp(
-    before: Stream, up: Copies, down: Copies, up_weight: Tensor, down_weight: Tensor, fused: bool = False
+    before: Stream,
+    up: Copies,
+    down: Copies,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    fused: bool = False,
+    after: Mixing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: ReLU² inside the products."""
+    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: ReLU² inside the products. With `after`
+    the second is, as far as its numbers go, the stream as the next half-block wants it (stream.py)."""
+    start, scale, share = after or Mixing()
     s, y = _norm_mlp(
         fused,
         up.pingpong,
+        after is not None,
+        None if start is None else start.flatten(0, -2),
+        scale,
+        share,
         *before.flat(),
         up_weight,
         down_weight,
@@ -180,11 +192,16 @@ class _NormMLP(torch.autograd.Function):
         ctx: Any,
         fused: bool,
         pingpong: bool,
+        adds: bool,
+        next_start: Tensor | None,  # these three without gradients, which are the next half-block's business
+        next_scale: Tensor | None,
+        next_share: Tensor | None,
         x: Tensor,  # (N, D)
         y: Tensor | None,
         start: Tensor | None,
         scale: Tensor | None,
         share: Tensor | None,
+        done: bool,
         up_weight: Tensor,
         down_weight: Tensor,
         up: Tensor,
@@ -196,7 +213,7 @@ class _NormMLP(torch.autograd.Function):
         down_unit: Tensor,
         down_longest: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share)
+        s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share, done)
         ctx.fused, ctx.pingpong = fused, pingpong
         if fused:
             h, h_unit = torch.ops.nanorun.fp8_up_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
@@ -208,7 +225,11 @@ class _NormMLP(torch.autograd.Function):
             *(s, inverse, start, scale, share),
             *(nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
         )
-        return handed_on(ctx, s), multiply(h, down, h_unit, down_unit, x.dtype, FAST_SUMS, pingpong)
+        if adds:
+            y = torch.ops.nanorun.fp8_land(h, down, h_unit, down_unit, s, next_start, next_scale, next_share)
+        else:
+            y = multiply(h, down, h_unit, down_unit, x.dtype, FAST_SUMS, pingpong)
+        return handed_on(ctx, s), y
 
     @staticmethod
     def backward(ctx: Any, ds: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,7 +252,7 @@ class _NormMLP(torch.autograd.Function):
         dn = multiply(du, up_columns, du_unit, up_unit, s.dtype, FAST_SUMS, ctx.pingpong)
         dup = multiply(dut, nt, du_unit, n_unit, torch.float32, False)
         before = settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share)
-        return None, None, *before, dup, ddown, *[None] * 8
+        return *[None] * 6, *before, dup, ddown, *[None] * 8
 
 
 def settle_and_norm(
@@ -241,9 +262,13 @@ def settle_and_norm(
     start: Tensor | None,
     scale: Tensor | None,
     share: Tensor | None,
+    done: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """s, the stream with nothing left to do to it, and what `norm_quantize` makes of it."""
     ctx.adds, ctx.pending = y is not None, y is not None or start is not None
+    if done:
+        assert y is not None
+        return y, *norm_quantize(y)
     if ctx.pending:
         return stream_norm_quantize(x, y, start, scale, share)
     return x, *norm_quantize(x)
@@ -267,9 +292,9 @@ def settle_backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of what `settle_and_norm` took, from those of s and of its norm."""
     if not ctx.pending:
-        return norm_backward(dn.float(), s, inverse, dfirst), None, None, None, None
+        return norm_backward(dn.float(), s, inverse, dfirst), *[None] * 5
     dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, start, scale, share)
-    return dx, dx if ctx.adds else None, *others
+    return dx, dx if ctx.adds else None, *others, None
 
 
 def multiply(

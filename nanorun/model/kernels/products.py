@@ -8,7 +8,9 @@ And the end is a Python function of a sum, so it can do what a kernel of its own
 layer is the widest thing in a block. Its product would write it in sixteen bits, and another kernel would read it
 back to square and round it (fp8.py); here it is squared, or multiplied by the slope, where it is made, and leaves
 in eight bits. Likewise the logits: while they are written their exponentials are summed, and the loss need not read
-them once more for that (softcap_loss.py). Scales are those of fp8.py, as one factor that is known before:
+them once more for that (softcap_loss.py). And what a half-block adds to the residual stream is added where it is
+made, mixed with the start of the stream if the next half-block wants that (stream.py), so that the next norm reads
+one tensor instead of three. Scales are those of fp8.py, as one factor that is known before:
 
     h  = relu(x·wᵀ)²       x·wᵀ/√unit is squared, so that what is written is h/unit
     du = (g·w)·2√h          by the unit that Cauchy and Schwarz allow
@@ -17,17 +19,19 @@ Transposes (for the gradients of weights) are made by a pass of their own, `turn
 well was tried, and its byte-wise stores took longer than the whole pass (docs/lab-notebook.md).
 
 The products are quack's, the package that FlashAttention-4 is built on. It is optional, as that is; without it
-fp8.py's kernels and cuBLAS do the same. Shapes as there: N tokens, D width, F hidden width.
+fp8.py's kernels and cuBLAS do the same. `PLAIN` has every ending in plain PyTorch: the truth, and what a CPU computes.
+Shapes as there: N tokens, D width, F hidden width.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels import fp8
+from nanorun.model.kernels import fp8, whole
 
 try:
     import triton
@@ -38,12 +42,8 @@ except ImportError:  # a CPU build of torch has no Triton
 # Of sums that one program makes at a time, two programs side by side. As fast as fp8.py sums (`FAST_SUMS`).
 ROWS = 128
 COLUMNS = (192, 160, 128)  # the first that divides the width
-OPTIONS: dict[str, Any] = {
-    "tile_M": ROWS,
-    "cluster_M": 2,
-    "pingpong": True,
-    "post_init_attrs": (("fp8_slow_accum", not fp8.FAST_SUMS),),
-}
+OPTIONS: dict[str, Any] = {"tile_M": ROWS, "cluster_M": 2, "pingpong": True}
+EIGHT_BITS: dict[str, Any] = {"post_init_attrs": (("fp8_slow_accum", not fp8.FAST_SUMS),)}
 TURN_ROWS, TURN_COLUMNS = 128, 128  # 56 µs for 32,768 × 3,072 on an H200; 256 × 64: 66
 
 
@@ -63,6 +63,7 @@ def work(device: torch.device) -> bool:
     try:
         y = pingpong(x8, w8, one, one)
         h, unit = up_relu2(x8, w8, one, one, longest, 128)
+        sum_ = multiply(x.bfloat16(), w.bfloat16(), y)
     except Exception:  # whatever a young compiler may raise on a machine it was not tried on
         return False
     truth = x8.float() @ w8.float().T
@@ -70,12 +71,27 @@ def work(device: torch.device) -> bool:
     return bool(
         ((y.float() - truth).norm() < 0.01 * truth.norm())
         & ((h.float() * unit - squared).norm() < 0.05 * squared.norm())
+        & ((sum_.float() - 2 * truth).norm() < 0.05 * truth.norm())
     )
 
 
+# What is done with a sum: `c` is of the product's shape, as `start` is; all else are numbers.
+PLAIN: dict[str, Callable[..., Tensor]] = {
+    "scaled": lambda acc, a_unit, b_unit: acc * a_unit * b_unit,
+    "squared": lambda acc, factor: (acc * factor).clamp_min(0) * (acc * factor),
+    "sloped": lambda acc, c, factor: acc * factor * c.sqrt(),
+    "plain": lambda acc: acc,
+    "added": lambda acc, c: acc + c,
+    "landed": lambda acc, c, a_unit, b_unit: acc * a_unit * b_unit + c,
+    "mixed": lambda acc, c, start, a_unit, b_unit, scale, share: (
+        scale * (acc * a_unit * b_unit + c) + share * start
+    ),
+}
+
+
 @functools.cache
-def _endings() -> tuple[Any, Any, Any, Any]:
-    """What is done with a sum. Made when first needed: the package takes seconds to import."""
+def _endings() -> dict[str, Any]:
+    """The same for the package. Made when first needed: it takes seconds to import."""
     import cutlass.cute as cute
     from quack.epilogue.frontend import gemm_epilogue
     from quack.epilogue.ops import ColVecReduce
@@ -94,17 +110,57 @@ def _endings() -> tuple[Any, Any, Any, Any]:
         # fastmath: an instruction; exact roots are calls, which took five times as long as all of the product
         return {"D": acc * factor * cute.math.sqrt(c, fastmath=True)}
 
+    @gemm_epilogue()
+    def plain(acc: Any) -> dict[str, Any]:
+        return {"D": acc}
+
+    @gemm_epilogue()
+    def added(acc: Any, c: Any) -> dict[str, Any]:
+        return {"D": acc + c}
+
+    @gemm_epilogue()
+    def landed(acc: Any, c: Any, a_unit: Any, b_unit: Any) -> dict[str, Any]:
+        return {"D": acc * a_unit * b_unit + c}
+
+    @gemm_epilogue()
+    def mixed(
+        acc: Any, c: Any, start: Any, a_unit: Any, b_unit: Any, scale: Any, share: Any
+    ) -> dict[str, Any]:
+        return {"D": scale * (acc * a_unit * b_unit + c) + share * start}
+
     @gemm_epilogue(reduces={"parts": ColVecReduce("parts")})
     def summed(acc: Any, a_unit: Any, b_unit: Any, inverse: Any, scale: Any) -> dict[str, Any]:
         z = acc * a_unit * b_unit
         squashed = cute.math.tanh(z * inverse, fastmath=True)
         return {"D": z, "parts": cute.math.exp2(squashed * scale, fastmath=True)}
 
-    return scaled, squared, sloped, summed
+    return {
+        "scaled": scaled,
+        "squared": squared,
+        "sloped": sloped,
+        "plain": plain,
+        "added": added,
+        "landed": landed,
+        "mixed": mixed,
+        "summed": summed,
+    }
 
 
-def _tile(columns: int) -> dict[str, Any]:
-    return {**OPTIONS, "tile_N": next((wide for wide in COLUMNS if columns % wide == 0), COLUMNS[0])}
+def _product(ending: str, a: Tensor, b: Tensor, out: Tensor, c: Tensor | None = None, **given: Any) -> None:
+    """out = ending(a·bᵀ), of (M, K) and (N, K)."""
+    if a.is_cuda:
+        options = OPTIONS if a.element_size() > 1 else {**OPTIONS, **EIGHT_BITS}
+        _endings()[ending].gemm(a, b, out, c, epi_args=given, tile_N=_tile(b.shape[0]), **options)
+        return
+    if c is not None:
+        given["c"] = c.float()
+    result = PLAIN[ending](a.float() @ b.float().T, **given)
+    most = fp8.MOST.get(out.dtype)
+    out.copy_(result if most is None else result.clamp(-most, most))
+
+
+def _tile(columns: int) -> int:
+    return next((wide for wide in COLUMNS if columns % wide == 0), COLUMNS[0])
 
 
 if triton is not None:
@@ -144,8 +200,7 @@ if triton is not None:
 def pingpong(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
     """a·bᵀ of (M, K) and (N, K) in eight bits, as they stand for, in bf16."""
     product = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
-    units = {"a_unit": a_unit, "b_unit": b_unit}
-    _endings()[0].gemm(a, b, product, epi_args=units, **_tile(b.shape[0]))
+    _product("scaled", a, b, product, a_unit=a_unit, b_unit=b_unit)
     return product
 
 
@@ -163,8 +218,18 @@ def sums_fit(columns: int) -> bool:
 def logits(x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     """z = x·wᵀ of (N, D) and (V, D) in bf16; and Σ exp(softcap·tanh(z/softcap)) of each row's tiles, (N, tiles)."""
     z, parts = _logits_room(x, w)
-    factors = {"a_unit": x_unit, "b_unit": w_unit, "inverse": 1 / softcap, "scale": softcap / math.log(2)}
-    _endings()[3].gemm(x, w, z, epi_args={**factors, "parts": parts}, **_tile(w.shape[0]))
+    if x.is_cuda:
+        given: dict[str, Any] = {
+            "a_unit": x_unit,
+            "b_unit": w_unit,
+            "inverse": 1 / softcap,
+            "scale": softcap / math.log(2),
+        }
+        _product("summed", x, w, z, **given, parts=parts)
+    else:
+        _product("scaled", x, w, z, a_unit=x_unit, b_unit=w_unit)
+        exponentials = (softcap * torch.tanh(z.float() / softcap)).exp()
+        parts.copy_(exponentials.unflatten(1, (parts.shape[1], -1)).sum(2))
     return z, parts
 
 
@@ -175,7 +240,7 @@ def _(x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, softcap: float) -> t
 
 def _logits_room(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape[0], w.shape[0]
-    tiles = columns // _tile(columns)["tile_N"]
+    tiles = columns // _tile(columns)
     return x.new_empty(rows, columns, dtype=torch.bfloat16), x.new_empty(rows, tiles, dtype=torch.float32)
 
 
@@ -188,7 +253,7 @@ def up_relu2(
     factor = torch.empty_like(unit)
     reach, most = math.sqrt(width) / fp8.CLIP, fp8.MOST[fp8.E4M3]
     _squared_factor[(1,)](x_unit, w_unit, longest, reach, unit, factor, MOST=most, num_warps=1)
-    _endings()[1].gemm(x, w, h, epi_args={"factor": factor}, **_tile(w.shape[0]))
+    _product("squared", x, w, h, factor=factor)
     return h, unit
 
 
@@ -217,7 +282,7 @@ def down_slope(
     _sloped_factor[(1,)](
         g_unit, w_unit, h_unit, h_most, largest, longest, unit, factor, MOST=most, num_warps=1
     )
-    _endings()[2].gemm(g, w, du, h, epi_args={"factor": factor}, **_tile(w.shape[0]))
+    _product("sloped", g, w, du, h, factor=factor)
     return du, unit
 
 
@@ -237,6 +302,75 @@ def _(
 
 def _room(x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], w.shape[0], dtype=dtype), x.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op("nanorun::fp8_land", mutates_args=())
+def land(
+    h: Tensor,
+    w: Tensor,
+    h_unit: Tensor,
+    w_unit: Tensor,
+    x: Tensor,
+    start: Tensor | None,
+    scale: Tensor | None,
+    share: Tensor | None,
+) -> Tensor:
+    """x + h·wᵀ in x's dtype, of (N, F) and (D, F) in eight bits; or that times `scale`, plus `start` times `share`."""
+    sum_ = torch.empty_like(x)
+    units: dict[str, Any] = {"a_unit": h_unit, "b_unit": w_unit}
+    if start is None:
+        _product("landed", h, w, sum_, x, **units)
+    else:
+        _product("mixed", h, w, sum_, x, **units, start=start, scale=scale, share=share)
+    return sum_
+
+
+@land.register_fake
+def _(
+    h: Tensor,
+    w: Tensor,
+    h_unit: Tensor,
+    w_unit: Tensor,
+    x: Tensor,
+    start: Tensor | None,
+    scale: Tensor | None,
+    share: Tensor | None,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+@whole
+def linear_onto(x: Tensor, weight: Tensor, stream: Tensor) -> Tensor:
+    """stream + x·wᵀ of (N, D), in sixteen bits. As far as gradients go, only what is added: x·wᵀ (stream.py)."""
+    result: Tensor = _LinearOnto.apply(x, weight, stream)
+    return result
+
+
+class _LinearOnto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stream: Tensor) -> Tensor:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        return multiply(x, low, stream)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        dy = dy.contiguous()
+        return multiply(dy, low.t(), None), (dy.t() @ x).float(), None
+
+
+@torch.library.custom_op("nanorun::multiply", mutates_args=())
+def multiply(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
+    """a·bᵀ + c of (M, K), (N, K) and (M, N) in sixteen bits."""
+    out = a.new_empty(a.shape[0], b.shape[0])
+    _product("plain" if c is None else "added", a, b, out, c)
+    return out
+
+
+@multiply.register_fake
+def _(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
 
 
 @torch.library.custom_op("nanorun::fp8_turn", mutates_args=())

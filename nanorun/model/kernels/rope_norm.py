@@ -139,6 +139,7 @@ class _NormHeads(torch.autograd.Function):
         start: Tensor | None,
         scale: Tensor | None,
         share: Tensor | None,
+        done: bool,
         rows: Tensor,
         columns: Tensor,
         unit: Tensor,
@@ -151,7 +152,7 @@ class _NormHeads(torch.autograd.Function):
         pingpong: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        s, n, nt, n_unit, inverse = fp8.settle_and_norm(ctx, x, y, start, scale, share)
+        s, n, nt, n_unit, inverse = fp8.settle_and_norm(ctx, x, y, start, scale, share, done)
         qkv = fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS, pingpong)
         q, k, steepest = _forward(qkv, cos, sin, heads, kv_heads, gain, True)
         ctx.save_for_backward(

@@ -11,6 +11,9 @@ way; backward, one kernel does the rest:
     d = ds + inverse·(dn - n·mean(dn·n))        the gradient of s, from those behind it and that of its norm
     dx = dy = λ·d        dμ = Σ d·x0        dλ = Σ d·(x + y) = (Σ d·s - μ·Σ d·x0)/λ
 
+Where y's own product can do the adding (products.py), it does: then what is handed on as y is s itself, `done`, and
+only the norm is left to do. Gradients do not see the difference.
+
 Neither x nor y is kept for the backward pass: s is enough, unless λ is 0 (then λ and x0 get no gradient, which is
 not the truth; λ begins above 1 and stays there). λ and μ are rounded to the stream's dtype, as they are
 when a model is evaluated. `Stream.settled` is the same in plain PyTorch, and the truth. Shapes: N tokens, D width.
@@ -38,8 +41,10 @@ class Stream(NamedTuple):
     start: Tensor | None = None
     scale: Tensor | None = None  # λ, one number
     share: Tensor | None = None  # μ
+    done: bool = False  # y is the settled stream already; its gradient is still that of what was added
 
     def settled(self) -> Tensor:
+        assert not self.done
         x = self.x if self.y is None else self.x + self.y
         if self.start is None or self.scale is None or self.share is None:
             return x
@@ -50,7 +55,15 @@ class Stream(NamedTuple):
 
     def flat(self) -> "Stream":
         y, start = (each if each is None else each.flatten(0, -2) for each in (self.y, self.start))
-        return Stream(self.x.flatten(0, -2), y, start, self.scale, self.share)
+        return Stream(self.x.flatten(0, -2), y, start, self.scale, self.share, self.done)
+
+
+class Mixing(NamedTuple):
+    """What the next half-block does to the stream, beside adding to it."""
+
+    start: Tensor | None = None  # (..., D)
+    scale: Tensor | None = None  # λ and μ, rounded as everywhere, in fp32
+    share: Tensor | None = None
 
 
 def gradients(
