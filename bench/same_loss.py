@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast": {"fp8": "all"},
 }  # fmt: skip
 EVALUATIONS = 6
-EVAL_TOKENS = 2_000_000
+EVAL_TOKENS = 1_000_000
 
 
 def configuration(args: argparse.Namespace, way: str, seed: int) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, config.fp8 in ("head", "all")
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
         "rotary and qk norm": depth * 24 * dim,
-        "ReLU²": depth * (10 if not in_mlp else 4 if config.fused_relu2 else 9) * hidden,
+        "ReLU²": depth * (10 if not in_mlp else 6 if config.fused_relu2 else 9) * hidden,
         "norms and residual stream": depth * (38 if in_layers and config.fused_stream else 42) * dim,
         "quantizing": depth
         * ((8 * dim if in_mlp else 0) + ((8 if config.fused_rope else 20) * dim if in_layers else 0)),
@@ -135,7 +135,7 @@ def _muon_flops(config: ModelConfig) -> float:
 # The first pattern that a kernel's name matches says where it belongs.
 _NAMES = (
     ("attention", r"flash|fmha|cudnn.*attention|flex_attention|sdpa"),
-    ("ReLU²", r"_relu2_|relu|^_turn_kernel|^_(squared|sloped)_factor"),
+    ("ReLU²", r"_relu2_|relu|^_squared_factor"),
     ("loss", r"^_row$|_gradient_tile|tanh|log_softmax"),
     ("rotary and qk norm", r"^_forward_kernel|^_backward_(fp8_)?kernel"),
     ("quantizing", r"_quantize_kernel|_measure_kernel|_largest_kernel|float8"),

@@ -183,6 +183,17 @@ def test_rows_are_added_into_a_table_s_gradient(width):
     torch.testing.assert_close(sums.double(), truth, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(1, 64), (1001, 768), (32_768, 3072)], ids=str)
+def test_a_hidden_layer_turned_on_the_way_gives_the_same_gradient(shape):
+    h, ht, unit = fp8.relu2_quantize(draw(*shape, dtype=torch.bfloat16), torch.full((2,), 3.0).cuda(), 64)
+    dh = draw(*shape, seed=1, size=1e-4, dtype=torch.bfloat16)
+    lengths = fp8.measure(dh), torch.full((2,), 3.0).cuda()
+    turned = (*fp8.relu2_backward(dh, ht, unit, *lengths), ht)
+    turning = fp8.relu2_backward_turning(dh, h, unit, *lengths)
+    for one, other in zip(turning, turned, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.parametrize("heads", [1, 6, 12])
 def test_values_through_a_gate_learn_as_the_plain_sum_does(heads):
     v, dy = (draw(2, 1001, heads, 128, seed=i, dtype=torch.bfloat16) for i in range(2))

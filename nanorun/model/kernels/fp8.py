@@ -28,7 +28,8 @@ written twice, as it is and transposed, by the kernel that makes it: it reads a 
 each two bytes of bf16 that would have, so where a norm or ReLU² is fused in, quantizing costs no bandwidth.
 
 ReLU² keeps nothing for its backward pass but h = relu(u)² in eight bits, which the product needs anyway:
-the slope 2·relu(u) is 2·√h, and a root halves the relative error.
+the slope 2·relu(u) is 2·√h, and a root halves the relative error. (Where the product squares (products.py), h is
+kept as it is, and turned by the kernel that reads it for the slope.)
 
 Left in bf16: attention's output projection. Its input comes from attention, so quantizing it is a pass of
 its own, which at 768 wide eats what the faster product gives.
@@ -238,15 +239,11 @@ class _NormMLP(torch.autograd.Function):
         dy = dy.contiguous()
         largest = measure(dy)
         g, gt, g_unit = quantize(dy, largest, 0.0, E5M2)
+        dh = multiply(g, down_columns, g_unit, down_unit, s.dtype, FAST_SUMS, ctx.pingpong)
         if ctx.fused:
-            ht = torch.ops.nanorun.fp8_turn(kept)
-            du, du_unit = torch.ops.nanorun.fp8_down_slope(
-                g, down_columns, g_unit, down_unit, kept, h_unit, largest, down_longest
-            )
-            dut = torch.ops.nanorun.fp8_turn(du)
+            du, dut, du_unit, ht = relu2_backward_turning(dh, kept, h_unit, largest, down_longest)
         else:
             ht = kept
-            dh = multiply(g, down_columns, g_unit, down_unit, s.dtype, FAST_SUMS, ctx.pingpong)
             du, dut, du_unit = relu2_backward(dh, ht, h_unit, largest, down_longest)
         ddown = multiply(gt, ht, g_unit, h_unit, torch.float32, False)
         dn = multiply(du, up_columns, du_unit, up_unit, s.dtype, FAST_SUMS, ctx.pingpong)
@@ -487,6 +484,7 @@ if triton is not None:
     @triton.jit
     def _relu2_backward_kernel(
         dh,
+        h,
         ht,
         h_unit,
         h_most,
@@ -501,18 +499,24 @@ if triton is not None:
         MOST: tl.constexpr,
         TILE: tl.constexpr,
         WIDE: tl.constexpr,
+        TURNS: tl.constexpr,  # h is given as it is, and turned here; else it is given turned
     ):
         h_size = tl.load(h_unit)
         bound = tl.load(largest + 1) * tl.load(longest + 1) * 2 * tl.sqrt(h_most * h_size)
         size, inverse = power_of_two(bound, MOST)
         row = tl.program_id(0) * TILE + tl.arange(0, TILE)
         column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-        at = column.to(tl.int64)[:, None] * padded + row[None, :]
-        inside = (column < columns)[:, None] & (row < rows)[None, :]
-        h = tl.trans(tl.load(ht + at, mask=inside, other=0.0).to(tl.float16))
-        slope = 2 * tl.sqrt(h.to(tl.float32) * h_size)
+        turned = column.to(tl.int64)[:, None] * padded + row[None, :]
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         inside = (row < rows)[:, None] & (column < columns)[None, :]
+        if TURNS:
+            hidden = tl.load(h + at, mask=inside, other=0.0).to(tl.float16)
+            value = tl.trans(hidden).to(tl.float32).to(ht.dtype.element_ty)
+            tl.store(ht + turned, value, mask=(column < columns)[:, None] & (row < padded)[None, :])
+        else:
+            there = (column < columns)[:, None] & (row < rows)[None, :]
+            hidden = tl.trans(tl.load(ht + turned, mask=there, other=0.0).to(tl.float16))
+        slope = 2 * tl.sqrt(hidden.to(tl.float32) * h_size)
         tile = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32) * slope * inverse
         store_both(tile, row, column, q, qt, rows, columns, padded, padded)
         if tl.program_id(0) + tl.program_id(1) == 0:
@@ -671,8 +675,25 @@ def relu2_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh·2√h in e5m2, its transpose and unit, for dh = g·w: `largest` measured of g, longest[1] w's column."""
     q, qt, unit = both_ways(dh, E5M2)
+    _relu2_backward(dh, ht, ht, h_unit, largest, longest, q, qt, unit, turns=False)
+    return q, qt, unit
+
+
+def _relu2_backward(
+    dh: Tensor,
+    h: Tensor,
+    ht: Tensor,
+    h_unit: Tensor,
+    largest: Tensor,
+    longest: Tensor,
+    q: Tensor,
+    qt: Tensor,
+    unit: Tensor,
+    turns: bool,
+) -> None:
     _relu2_backward_kernel[_tiles(dh, SLOPE_COLUMNS)](
         dh,
+        h,
         ht,
         h_unit,
         MOST[E4M3],
@@ -686,9 +707,28 @@ def relu2_backward(
         MOST=MOST[E5M2],
         TILE=TILE,
         WIDE=SLOPE_COLUMNS,
+        TURNS=turns,
         num_warps=8,
     )
-    return q, qt, unit
+
+
+@torch.library.custom_op("nanorun::fp8_relu2_backward_turning", mutates_args=())
+def relu2_backward_turning(
+    dh: Tensor, h: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same from h as it is; and its transpose, which the gradient of the weights behind it needs."""
+    q, qt, unit = both_ways(dh, E5M2)
+    ht = torch.empty_like(qt, dtype=E4M3)
+    _relu2_backward(dh, h, ht, h_unit, largest, longest, q, qt, unit, turns=True)
+    return q, qt, unit, ht
+
+
+@relu2_backward_turning.register_fake
+def _(
+    dh: Tensor, h: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, qt, unit = both_ways(dh, E5M2)
+    return q, qt, unit, torch.empty_like(qt, dtype=E4M3)
 
 
 @relu2_backward.register_fake

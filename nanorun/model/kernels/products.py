@@ -6,17 +6,14 @@ two groups of warps take turns ("ping-pong"): while one ends its tile the other 
 
 And the end is a Python function of a sum, so it can do what a kernel of its own would do next. The MLP's hidden
 layer is the widest thing in a block. Its product would write it in sixteen bits, and another kernel would read it
-back to square and round it (fp8.py); here it is squared, or multiplied by the slope, where it is made, and leaves
-in eight bits. Likewise the logits: while they are written their exponentials are summed, and the loss need not read
-them once more for that (softcap_loss.py). And what a half-block adds to the residual stream is added where it is
-made, mixed with the start of the stream if the next half-block wants that (stream.py), so that the next norm reads
-one tensor instead of three. Scales are those of fp8.py, as one factor that is known before:
+back to square and round it (fp8.py); here it is squared where it is made, and leaves in eight bits. (x·wᵀ/√unit is
+squared, so that what is written is h/unit.) Likewise the logits: while they are written their exponentials are
+summed, and the loss need not read them once more for that (softcap_loss.py). And what a half-block adds to the
+residual stream is added where it is made, mixed with the start of the stream if the next half-block wants that
+(stream.py), so that the next norm reads one tensor instead of three.
 
-    h  = relu(x·wᵀ)²       x·wᵀ/√unit is squared, so that what is written is h/unit
-    du = (g·w)·2√h          by the unit that Cauchy and Schwarz allow
-
-Transposes (for the gradients of weights) are made by a pass of their own, `turn`: letting the product write them as
-well was tried, and its byte-wise stores took longer than the whole pass (docs/lab-notebook.md).
+An end must be short, or the next one waits for it. Two that were too long: transposes, which would be stored byte by
+byte, and ReLU²'s gradient, which has to read h first (docs/lab-notebook.md).
 
 The products are quack's, the package that FlashAttention-4 is built on. It is optional, as that is; without it
 fp8.py's kernels and cuBLAS do the same. `PLAIN` has every ending in plain PyTorch: the truth, and what a CPU computes.
@@ -44,7 +41,6 @@ ROWS = 128
 COLUMNS = (192, 160, 128)  # the first that divides the width
 OPTIONS: dict[str, Any] = {"tile_M": ROWS, "cluster_M": 2, "pingpong": True}
 EIGHT_BITS: dict[str, Any] = {"post_init_attrs": (("fp8_slow_accum", not fp8.FAST_SUMS),)}
-TURN_ROWS, TURN_COLUMNS = 128, 128  # 56 µs for 32,768 × 3,072 on an H200; 256 × 64: 66
 
 
 @functools.cache
@@ -77,14 +73,13 @@ def work(device: torch.device) -> bool:
 
 # What is done with a sum: `c` is of the product's shape, as `start` is; all else are numbers.
 PLAIN: dict[str, Callable[..., Tensor]] = {
-    "scaled": lambda acc, a_unit, b_unit: acc * a_unit * b_unit,
+    "scaled": lambda acc, a_unit, b_unit: acc * (a_unit * b_unit),
     "squared": lambda acc, factor: (acc * factor).clamp_min(0) * (acc * factor),
-    "sloped": lambda acc, c, factor: acc * factor * c.sqrt(),
     "plain": lambda acc: acc,
     "added": lambda acc, c: acc + c,
-    "landed": lambda acc, c, a_unit, b_unit: acc * a_unit * b_unit + c,
+    "landed": lambda acc, c, a_unit, b_unit: acc * (a_unit * b_unit) + c,
     "mixed": lambda acc, c, start, a_unit, b_unit, scale, share: (
-        scale * (acc * a_unit * b_unit + c) + share * start
+        scale * (acc * (a_unit * b_unit) + c) + share * start
     ),
 }
 
@@ -98,17 +93,12 @@ def _endings() -> dict[str, Any]:
 
     @gemm_epilogue()
     def scaled(acc: Any, a_unit: Any, b_unit: Any) -> dict[str, Any]:
-        return {"D": acc * a_unit * b_unit}
+        return {"D": acc * (a_unit * b_unit)}
 
     @gemm_epilogue()
     def squared(acc: Any, factor: Any) -> dict[str, Any]:
         x = acc * factor
         return {"D": cute.arch.fmax(x, 0.0) * x}  # and not its square, by which NaN would become zero
-
-    @gemm_epilogue()
-    def sloped(acc: Any, c: Any, factor: Any) -> dict[str, Any]:
-        # fastmath: an instruction; exact roots are calls, which took five times as long as all of the product
-        return {"D": acc * factor * cute.math.sqrt(c, fastmath=True)}
 
     @gemm_epilogue()
     def plain(acc: Any) -> dict[str, Any]:
@@ -120,24 +110,23 @@ def _endings() -> dict[str, Any]:
 
     @gemm_epilogue()
     def landed(acc: Any, c: Any, a_unit: Any, b_unit: Any) -> dict[str, Any]:
-        return {"D": acc * a_unit * b_unit + c}
+        return {"D": acc * (a_unit * b_unit) + c}
 
     @gemm_epilogue()
     def mixed(
         acc: Any, c: Any, start: Any, a_unit: Any, b_unit: Any, scale: Any, share: Any
     ) -> dict[str, Any]:
-        return {"D": scale * (acc * a_unit * b_unit + c) + share * start}
+        return {"D": scale * (acc * (a_unit * b_unit) + c) + share * start}
 
     @gemm_epilogue(reduces={"parts": ColVecReduce("parts")})
     def summed(acc: Any, a_unit: Any, b_unit: Any, inverse: Any, scale: Any) -> dict[str, Any]:
-        z = acc * a_unit * b_unit
+        z = acc * (a_unit * b_unit)
         squashed = cute.math.tanh(z * inverse, fastmath=True)
         return {"D": z, "parts": cute.math.exp2(squashed * scale, fastmath=True)}
 
     return {
         "scaled": scaled,
         "squared": squared,
-        "sloped": sloped,
         "plain": plain,
         "added": added,
         "landed": landed,
@@ -171,29 +160,6 @@ if triton is not None:
         size, inverse = fp8.power_of_two(bound * bound, MOST)
         tl.store(unit, size)
         tl.store(factor, tl.load(x_unit) * tl.load(w_unit) * tl.sqrt_rn(inverse))
-
-    @triton.jit
-    def _sloped_factor(g_unit, w_unit, h_unit, h_most, largest, longest, unit, factor, MOST: tl.constexpr):
-        slope = 2 * tl.sqrt_rn(tl.load(h_unit))
-        bound = tl.load(largest + 1) * tl.load(longest + 1) * slope * tl.sqrt_rn(h_most + 0.0)
-        size, inverse = fp8.power_of_two(bound, MOST)
-        tl.store(unit, size)
-        tl.store(factor, tl.load(g_unit) * tl.load(w_unit) * slope * inverse)
-
-    @triton.jit
-    def _turn_kernel(q, qt, rows, columns, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-        """Four rows at a time become one of 32-bit words, which are turned as such: bytes would be moved singly."""
-        word = tl.program_id(0) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        begin = q + 4 * word.to(tl.int64)[:, None] * columns + column[None, :]
-        inside = (column < columns)[None, :]
-        packed = tl.zeros([ROWS // 4, COLUMNS], tl.uint32)
-        for i in tl.static_range(4):
-            here = inside & (4 * word + i < rows)[:, None]
-            packed |= tl.load(begin + i * columns, mask=here, other=0).to(tl.uint32) << (8 * i)
-        at = column.to(tl.int64)[:, None] * words + word[None, :]
-        inside = (column < columns)[:, None] & (word < words)[None, :]
-        tl.store(qt + at, tl.trans(packed), mask=inside)
 
 
 @torch.library.custom_op("nanorun::fp8_pingpong", mutates_args=())
@@ -262,42 +228,6 @@ def _(
     x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, longest: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
     return _room(x, w, fp8.E4M3)
-
-
-@torch.library.custom_op("nanorun::fp8_down_slope", mutates_args=())
-def down_slope(
-    g: Tensor,
-    w: Tensor,
-    g_unit: Tensor,
-    w_unit: Tensor,
-    h: Tensor,
-    h_unit: Tensor,
-    largest: Tensor,
-    longest: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(g·wᵀ)·2√h of (N, D) and (F, D) in e5m2, and its unit, as `fp8.relu2_backward` has them."""
-    du, unit = _room(g, w, fp8.E5M2)
-    factor = torch.empty_like(unit)
-    h_most, most = fp8.MOST[fp8.E4M3], fp8.MOST[fp8.E5M2]
-    _sloped_factor[(1,)](
-        g_unit, w_unit, h_unit, h_most, largest, longest, unit, factor, MOST=most, num_warps=1
-    )
-    _product("sloped", g, w, du, h, factor=factor)
-    return du, unit
-
-
-@down_slope.register_fake
-def _(
-    g: Tensor,
-    w: Tensor,
-    g_unit: Tensor,
-    w_unit: Tensor,
-    h: Tensor,
-    h_unit: Tensor,
-    largest: Tensor,
-    longest: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return _room(g, w, fp8.E5M2)
 
 
 def _room(x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -371,31 +301,3 @@ def multiply(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
 @multiply.register_fake
 def _(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0])
-
-
-@torch.library.custom_op("nanorun::fp8_turn", mutates_args=())
-def turn(q: Tensor) -> Tensor:
-    """(N, F) in eight bits transposed, with N rounded up to 16 and zeros behind, as fp8.py has it."""
-    rows, columns = q.shape
-    qt = _turned(q)
-    grid = (triton.cdiv(qt.shape[1], TURN_ROWS), triton.cdiv(columns, TURN_COLUMNS))
-    _turn_kernel[grid](
-        q.view(torch.uint8),
-        qt.view(torch.int32),
-        rows,
-        columns,
-        qt.shape[1] // 4,
-        ROWS=TURN_ROWS,
-        COLUMNS=TURN_COLUMNS,
-        num_warps=4,
-    )
-    return qt
-
-
-@turn.register_fake
-def _(q: Tensor) -> Tensor:
-    return _turned(q)
-
-
-def _turned(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[1], fp8.padded(q.shape[0]))
