@@ -122,29 +122,39 @@ def result(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
+    """Both curves, which lie on each other if all is well, and below how far apart they are."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for way, colour in (("bf16", "#3b6fb6"), ("fast", "#d1603d")):
+    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    axes, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    for way, colour, line in (("bf16", "#3b6fb6", "-"), ("fast", "#d1603d", "--")):
         by_seed = list(found["curves"][way].values())
         shared = min((len(curve) for curve in by_seed), default=0)
         if not shared:
             continue
         tokens = [at / 1e6 for at, _ in by_seed[0][:shared]]
         losses = [[curve[i][1] for curve in by_seed] for i in range(shared)]
-        label = f"{'plain bf16' if way == 'bf16' else 'every fast path on'}, {len(by_seed)} seeds"
-        axes.plot(tokens, [statistics.mean(row) for row in losses], color=colour, label=label, lw=1.6)
+        label = f"{'plain bf16' if way == 'bf16' else 'every fast path on'}, mean and range of {len(by_seed)} seeds"
+        axes.plot(tokens, [statistics.mean(row) for row in losses], line, color=colour, label=label, lw=1.8)
         axes.fill_between(
             tokens, [min(r) for r in losses], [max(r) for r in losses], color=colour, alpha=0.2, lw=0
         )
-    axes.set_xlabel("million tokens")
+    for seed in found["seeds"]:
+        pair = [{str(k): v for k, v in found["curves"][way].items()}[str(seed)] for way in ("bf16", "fast")]
+        points = [(one[0] / 1e6, other[1] - one[1]) for one, other in zip(*pair, strict=False)]
+        below.plot(*zip(*points, strict=True), "o-", lw=1, ms=4, label=f"seed {seed}")
+    below.axhline(0, color="black", lw=0.8)
+    below.set_ylim(-0.02, 0.02)
+    below.set_ylabel("fast minus bf16")
+    below.set_xlabel("million tokens")
     axes.set_ylabel("validation loss, nats a token")
     if found["mean_difference"] is not None:
         axes.set_title(
             f"d{found['depth']}: fast minus bf16 at the end {found['mean_difference']:+.4f}", loc="left"
         )
-    axes.grid(alpha=0.25)
+        below.legend(frameon=False, ncols=3)
+    for each in (axes, below):
+        each.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -153,7 +163,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", type=Path)
+    parser.add_argument("work", type=Path, nargs="?", default=Path("."))
+    parser.add_argument(
+        "--redraw", type=Path, nargs=2, metavar=("JSON", "PNG"), help="only the picture of a kept result"
+    )
     parser.add_argument("--tokens", type=int, default=60_000_000)
     parser.add_argument("--batch-tokens", type=int, default=None, help="default: by the horizon")
     parser.add_argument("--seeds", type=int, default=3)
@@ -165,6 +178,9 @@ def main() -> None:
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")
     args = parser.parse_args()
+    if args.redraw:
+        draw(json.loads(args.redraw[0].read_text(encoding="utf-8")), args.redraw[1])
+        return
     WAYS["fast"]["fp8"] = args.fp8
     args.work = args.work.resolve()
     os.environ["NANORUN_HOME"] = str(args.work)

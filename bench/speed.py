@@ -53,7 +53,6 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fused rope off": {"fused_rope": False},
     "fused stream off": {"fused_stream": False},
     "fused ReLU² off": {"fused_relu2": False},
-    "fused sums off": {"fused_sums": False},
     "fused residual off": {"fused_residual": False},
     "ping-pong products off": {"pingpong": False},
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
@@ -377,7 +376,7 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
     """Matmuls as a d12 makes them, and the kernels around them, by CUDA events."""
     import torch
 
-    from nanorun.model.kernels import add_rows, fp8, rope_norm, stream
+    from nanorun.model.kernels import add_rows, fp8, products, rope_norm, stream
     from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
 
     tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
@@ -422,6 +421,10 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
                 f"fp8 {kind} dx": lambda a=g8, b=wt8, f=fast: fp8.multiply(a, b, one, one, low, f),
                 f"fp8 {kind} dw": lambda a=gt8, b=xt8, f=fast: fp8.multiply(a, b, one, one, high, f),
             }
+        calls |= {
+            "ping-pong forward": lambda a=x8, b=w8: products.pingpong(a, b, one, one),
+            "ping-pong dx": lambda a=g8, b=wt8: products.pingpong(a, b, one, one),
+        }
         row: dict[str, Any] = {"matrix": name}
         for kind, call in calls.items():
             try:
@@ -434,11 +437,12 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
     y, g, start, first = (random(tokens, n) for n in (width, width, width, 12))
     *_, inverse = fp8.norm_quantize(y)
     longest = torch.full((2,), 5.0, device="cuda")
-    _, ht, unit = fp8.relu2_quantize(u, longest, width)
+    h8, ht, unit = fp8.relu2_quantize(u, longest, width)
+    x8, square = x.to(fp8.E4M3), random(width, width)
+    up8, down8 = (random(*shape).to(fp8.E4M3) for shape in ((4 * width, width), (width, 4 * width)))
     parts = fp8.measure(x)
     logits, targets = random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
-    turned = torch.empty(vocab, rows, device="cuda", dtype=fp8.E5M2)
-    summed = torch.full((rows, vocab // 128), 300.0, device="cuda")
+    dzt = torch.empty(vocab, rows, device="cuda", dtype=fp8.E5M2)
     narrow, wide, whole = tokens * width, 4 * tokens * width, rows * vocab
     qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
     turned = (qkv, angle, angle)
@@ -459,6 +463,18 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
         ("stream backward, unmixed", 8 * narrow, lambda: stream.backward(x, y, inverse, g, None, None, None)),
         ("relu2_quantize", 4 * wide, lambda: fp8.relu2_quantize(u, longest, width)),
         ("relu2_backward", 5 * wide, lambda: fp8.relu2_backward(u, ht, unit, parts, longest)),
+        (
+            "the same, h turned as well",
+            6 * wide,
+            lambda: fp8.relu2_backward_turning(u, h8, unit, parts, longest),
+        ),
+        ("product, then ReLU²", wide, lambda: products.up_relu2(x8, up8, one, one, longest, width)),
+        ("product onto the stream", 2 * narrow, lambda: products.multiply(x, square, y)),
+        (
+            "product onto the stream, mixed",
+            wide + 6 * narrow,
+            lambda: products.land(h8, down8, one, one, x, start, one, one),
+        ),
         ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, False)),
         ("the same, steepest", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, True)),
         (
@@ -484,12 +500,7 @@ def rates(ask: dict[str, Any]) -> dict[str, Any]:
         (
             "softcap_loss_fp8",
             6 * whole,
-            lambda: softcap_loss_fp8(logits, targets, 15.0, vocab, None, turned, 0),
-        ),
-        (
-            "the same, sums known",
-            4 * whole,
-            lambda: softcap_loss_fp8(logits, targets, 15.0, vocab, summed, turned, 0),
+            lambda: softcap_loss_fp8(logits, targets, 15.0, vocab, dzt, 0),
         ),
     ):
         try:

@@ -56,7 +56,6 @@ class ModelConfig:
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
     pingpong: bool = True  # in eight bits on Hopper, products whose ends overlap with the next one's sums
     fused_relu2: bool = True  # there, too, ReLU² and its gradient at the end of their products
-    fused_sums: bool = True  # and the sums of the loss at the end of the logits' product
     fused_residual: bool = True  # and what is added to the stream at the end of the product that makes it
     fused_stream: bool = True  # in eight bits, what a half-block adds is added by the next one's norm kernel
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
@@ -222,7 +221,6 @@ _BEFORE = {
     "fused_stream": False,
     "pingpong": False,
     "fused_relu2": False,
-    "fused_sums": False,
     "fused_residual": False,
 }
 

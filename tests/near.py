@@ -21,6 +21,6 @@ def assert_gradients_near(gradients, exact, most):
         return
     assert relative_error(dstart, exact.start.grad) < most
     reach = exact.x.grad.norm() * exact.start.norm()
-    for one, other in zip(numbers, exact[3:], strict=True):
+    for one, other in zip(numbers, exact[3:5], strict=True):
         assert one.shape == other.shape
         assert (one - other.grad).abs() < most / 4 * reach

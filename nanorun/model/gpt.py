@@ -265,14 +265,7 @@ class GPT(nn.Module):
         self._loss: Callable[..., Tensor] = chunked_loss if loss == "chunked" else plain_loss
         if fused_loss:
             exact = config.fp8 != "all"
-            sums = config.fused_sums and means.products and not exact and config.vocab_size == head[0]
-            self._loss = functools.partial(
-                chunked_loss,
-                fused=True,
-                copies=self.head8,
-                exact_logits=exact,
-                fused_sums=sums and products.sums_fit(head[0]),
-            )
+            self._loss = functools.partial(chunked_loss, fused=True, copies=self.head8, exact_logits=exact)
         backends = backends or everywhere("sdpa", config)
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = Table(vocab, config.dim, means)
@@ -480,7 +473,7 @@ def empty(
         learns and config.sparse_tables and kernels_run_on(device),
         eight_bits
         and config.fp8 != "none"
-        and (config.pingpong or config.fused_relu2 or config.fused_sums or config.fused_residual)
+        and (config.pingpong or config.fused_relu2 or config.fused_residual)
         and products.work(device),
     )
     with torch.device("meta"):

@@ -85,13 +85,12 @@ def chunked_loss(
     fused: bool = False,
     copies: fp8.Copies | None = None,
     exact_logits: bool = False,
-    fused_sums: bool = False,
 ) -> Tensor:
     """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
 
     `fused`: a chunk's loss and gradient come from one hand-written kernel (`can_fuse` says where that works).
     `copies` of the weight: the three matmuls are in eight bits, for x as a norm leaves it; only where it learns. With
-    `exact_logits` only the two of the gradient are; with `fused_sums` the logits' product sums their exponentials, too.
+    `exact_logits` only the two of the gradient are.
 
     With reduction="none" it is for evaluation only: gradients made in the forward pass can be scaled
     together afterwards, not token by token.
@@ -118,7 +117,6 @@ def chunked_loss(
             size,
             exact_logits,
             copies.pingpong,
-            fused_sums,
         )
     if learns:
         return _chunked_loss(
@@ -206,7 +204,6 @@ class _EightBitLoss(torch.autograd.Function):
         size: int,
         exact_logits: bool,
         pingpong: bool,
-        fused_sums: bool,
     ) -> Tensor:
         exact = weight.to(x.dtype) if exact_logits else None
         q, qt, unit = fp8.quantize(x, None, math.sqrt(x.shape[1]), fp8.E4M3)
@@ -214,15 +211,12 @@ class _EightBitLoss(torch.autograd.Function):
         losses, dx_chunks = [], []
         for first in range(0, x.shape[0], size):
             rows = slice(first, first + size)
-            parts: Tensor | None = None
             if exact is not None:
                 logits = x[rows] @ exact.T
-            elif fused_sums:
-                logits, parts = torch.ops.nanorun.fp8_logits(q[rows], head, unit, head_unit, softcap)
             else:
                 logits = fp8.multiply(q[rows], head, unit, head_unit, x.dtype, fp8.FAST_SUMS, pingpong)
             loss, dz, dz_unit = softcap_loss.softcap_loss_fp8(
-                logits, targets[rows], softcap, vocab_size, parts, dzt, first
+                logits, targets[rows], softcap, vocab_size, dzt, first
             )
             del logits
             losses.append(loss.sum())
@@ -235,7 +229,7 @@ class _EightBitLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         dx, dzt, dz_unit, qt, unit = ctx.saved_tensors
         dweight = fp8.multiply(dzt, qt, dz_unit * grad_output.float(), unit, torch.float32, False)
-        return _scaled(dx, grad_output), dweight, *[None] * 10
+        return _scaled(dx, grad_output), dweight, *[None] * 9
 
 
 def can_fuse(softcap: float | None) -> bool:

@@ -149,7 +149,7 @@ def test_the_gradient_of_logits_in_eight_bits_agrees_with_float64(vocab, rows):
     targets = torch.randint(-1, size, (rows,), device="cuda")
     losses, gradient = _chunk_loss(logits.double(), targets, 15.0, size, fused=False, with_gradient=True)
     qt = torch.empty(padded, fp8.padded(rows), device="cuda", dtype=fp8.E5M2)
-    fast, q, unit = softcap_loss_fp8(logits, targets, 15.0, size, None, qt, 0)
+    fast, q, unit = softcap_loss_fp8(logits, targets, 15.0, size, qt, 0)
     assert relative_error(fast, losses) < 5e-3
     assert relative_error(meant(q, unit), gradient) < 0.08
     assert torch.equal(qt[:, :rows].float(), q.float().T)

@@ -41,7 +41,7 @@ def drawn(shape, adds, mixes):
     ]  # as of a parameter: not aligned
     mixing = (start, scale, share) if mixes else (None, None, None)
     given = Stream(x, y if adds else None, *mixing)
-    exact = (each if each is None else each.bfloat16().double().requires_grad_() for each in given)
+    exact = (each if each is None else each.bfloat16().double().requires_grad_() for each in given[:5])
     return given, Stream(*exact)
 
 
@@ -50,7 +50,7 @@ def drawn(shape, adds, mixes):
 def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mixes):
     given, exact = drawn(shape, adds, mixes)
     for _ in range(3):  # a thread that read too early would not do so each time
-        s, q, qt, unit, inverse = fp8.stream_norm_quantize(*given)
+        s, q, qt, unit, inverse = fp8.stream_norm_quantize(*given[:5])
         assert relative_error(s, exact.settled()) < 2.5e-3
         torch.testing.assert_close(
             inverse.double(), (s.double().square().mean(1) + NORM_EPSILON).rsqrt(), rtol=1e-5, atol=0
@@ -79,10 +79,10 @@ def test_gradients_of_all_that_is_added_agree_with_float64(shape, adds, mixes, k
     if dfirst is not None:
         loss = loss + (n[:, :kept] * dfirst.double()).sum()
     loss.backward()
-    dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:])
+    dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:5])
     assert relative_error(dx, exact.x.grad) < 1e-2
     assert_gradients_near(others, exact, 1e-2)
-    again, *_ = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:])
+    again, *_ = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:5])
     assert torch.equal(dx, again)
 
 

@@ -58,6 +58,12 @@ def logged_steps(home: Path, name: str) -> list[int]:
     return [r["step"] for r in read_metrics(folder) if r["kind"] == "step"] if folder.exists() else []
 
 
+def learned(home: Path, name: str) -> list[tuple[int, float, float]]:
+    """Each step's loss and gradient norm."""
+    steps = [r for r in read_metrics(home / "runs" / name) if r["kind"] == "step"]
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in steps]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("how", "kills"), [("--no-compile", 10), ("--compile", 2)])
 def test_killed_at_random_moments_it_ends_with_bit_identical_weights(world, how, kills):
@@ -70,10 +76,10 @@ def test_killed_at_random_moments_it_ends_with_bit_identical_weights(world, how,
         return [sys.executable, "-m", "nanorun", "train", "base", *options]
 
     untouched = subprocess.Popen(command("untouched"), env=env, stdout=subprocess.DEVNULL)
-    dice = random.Random(5)
+    dice, goals = random.Random(5), []
     for kill in range(kills):
         child = subprocess.Popen(command("killed"), env=env, stdout=subprocess.DEVNULL)
-        goal = (STEPS - 30) * kill // kills + dice.randrange(6, 15)
+        goals.append(goal := (STEPS - 30) * kill // kills + dice.randrange(6, 15))
         until = time.monotonic() + 120
         while max(logged_steps(world, f"killed{how}"), default=0) < goal and time.monotonic() < until:
             time.sleep(0.005)
@@ -83,9 +89,12 @@ def test_killed_at_random_moments_it_ends_with_bit_identical_weights(world, how,
         child.wait()
     subprocess.run(command("killed"), env=env, check=True, stdout=subprocess.DEVNULL)
     assert untouched.wait() == 0
+    assert logged_steps(world, f"killed{how}") == list(range(1, STEPS + 1))
+    steps = [learned(world, f"{name}{how}") for name in ("untouched", "killed")]
+    unlike = [(one, other) for one, other in zip(*steps, strict=True) if one != other]
+    assert not unlike, f"killed from steps {goals} on; these are the first that differ"
     one, other = weights(world, f"untouched{how}"), weights(world, f"killed{how}")
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert logged_steps(world, f"killed{how}") == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

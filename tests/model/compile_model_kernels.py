@@ -49,9 +49,8 @@ def launch_all(tokens: int, width: int, vocab: int = 32_768) -> None:
     rope_norm._backward._init_fn(qkv, angle, angle, *gradients, heads, heads, 1.2)
     rope_norm.backward_fp8._init_fn(qkv, angle, angle, *gradients, steepest, heads, heads, 1.2)
     targets = empty(8192, dtype=torch.int64)
-    turned, parts = empty(vocab, tokens, dtype=fp8.E5M2), empty(8192, vocab // 128, dtype=torch.float32)
-    for known in (None, parts):
-        softcap_loss.softcap_loss_fp8._init_fn(empty(8192, vocab), targets, 15.0, vocab, known, turned, 8192)
+    turned = empty(vocab, tokens, dtype=fp8.E5M2)
+    softcap_loss.softcap_loss_fp8._init_fn(empty(8192, vocab), targets, 15.0, vocab, turned, 8192)
     table = empty(vocab, width, dtype=torch.float32)
     tokens_of_rows, gate = empty(16, 2048, dtype=torch.int32), empty(16, 2048, heads)
     add_rows.add_rows._init_fn(table, tokens_of_rows, empty(16, 2048, width))

@@ -197,21 +197,15 @@ def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
     )
 
 
-@pytest.mark.parametrize("sizes", [(97, 128, 33), (300, 320, 130), (192, 192, 50)], ids=str)
+@pytest.mark.parametrize("sizes", [(97, 128, 33), (300, 320, 130)], ids=str)
 def test_the_gradient_of_logits_agrees_with_float64_both_ways(sizes):
     vocab, padded, rows = sizes
     logits = draw(rows, padded, dtype=torch.bfloat16, size=6.0)
     targets = torch.randint(-1, vocab, (rows,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     turned = torch.full((padded, 64 + fp8.padded(rows)), 1.0, device=DEVICE).to(fp8.E5M2)
-    losses, q, unit = softcap_loss_fp8(logits, targets, 15.0, vocab, None, turned, 64)
+    losses, q, unit = softcap_loss_fp8(logits, targets, 15.0, vocab, turned, 64)
     assert_both_ways(q, turned[:, 64:])
     assert turned[:, :64].float().eq(1).all(), "another chunk's"
-    if vocab == padded:
-        exponentials = (15 * torch.tanh(logits.float() / 15)).exp()
-        parts = torch.stack([part.sum(1) for part in exponentials.split(64, 1)], 1)
-        by_parts = softcap_loss_fp8(logits, targets, 15.0, vocab, parts, turned.clone(), 64)
-        torch.testing.assert_close(by_parts[0], losses, rtol=1e-3, atol=1e-3)
-        assert relative_error(by_parts[1].float(), q.float()) < 0.01
     exact = logits.double()[:, :vocab].requires_grad_()
     truth = F.cross_entropy(15 * torch.tanh(exact / 15), targets, ignore_index=IGNORE, reduction="none")
     truth.sum().backward()
@@ -304,7 +298,7 @@ def test_compiled_it_is_one_graph_and_gives_the_same():
         assert (param.grad - truth[name].grad).norm() <= 0.02 * truth[name].grad.norm(), name
 
 
-ENDINGS = ("pingpong", "fused_relu2", "fused_sums", "fused_residual")
+ENDINGS = ("pingpong", "fused_relu2", "fused_residual")
 
 
 def with_endings(chosen=ENDINGS, **changes):

@@ -29,7 +29,7 @@ def drawn(shape, adds, mixes, dtype, scale=1.15):
     numbers = torch.tensor([scale, 0.2], device=DEVICE).unbind()
     mixing = (start, *numbers) if mixes else (None, None, None)
     given = Stream(x, y if adds else None, *mixing)
-    return given, Stream(*(each if each is None else exactly(each.to(dtype)) for each in given))
+    return given, Stream(*(each if each is None else exactly(each.to(dtype)) for each in given[:5]))
 
 
 def exactly(x):
@@ -44,7 +44,7 @@ CASES = [(True, False), (False, True), (True, True)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mixes, dtype):
     given, exact = drawn(shape, adds, mixes, dtype)
-    s, q, qt, unit, inverse = fp8.stream_norm_quantize(*given)
+    s, q, qt, unit, inverse = fp8.stream_norm_quantize(*given[:5])
     rows = shape[0]
     assert s.dtype == dtype
     # Without a GPU, bf16 is cut off and not rounded.
@@ -70,7 +70,7 @@ def gradients_both_ways(given, exact, kept, dtype):
     if dfirst is not None:
         loss = loss + (n[:, :kept] * dfirst.double()).sum()
     loss.backward()
-    return stream.gradients(dn, s, inverse, ds, dfirst, *given[2:])
+    return stream.gradients(dn, s, inverse, ds, dfirst, *given[2:5])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -7,13 +7,12 @@ two groups of warps take turns ("ping-pong"): while one ends its tile the other 
 And the end is a Python function of a sum, so it can do what a kernel of its own would do next. The MLP's hidden
 layer is the widest thing in a block. Its product would write it in sixteen bits, and another kernel would read it
 back to square and round it (fp8.py); here it is squared where it is made, and leaves in eight bits. (x·wᵀ/√unit is
-squared, so that what is written is h/unit.) Likewise the logits: while they are written their exponentials are
-summed, and the loss need not read them once more for that (softcap_loss.py). And what a half-block adds to the
-residual stream is added where it is made, mixed with the start of the stream if the next half-block wants that
-(stream.py), so that the next norm reads one tensor instead of three.
+squared, so that what is written is h/unit.) And what a half-block adds to the residual stream is added where it is
+made, mixed with the start of the stream if the next half-block wants that (stream.py), so that the next norm reads
+one tensor instead of three.
 
-An end must be short, or the next one waits for it. Two that were too long: transposes, which would be stored byte by
-byte, and ReLU²'s gradient, which has to read h first (docs/lab-notebook.md).
+An end must be short, or the next one waits for it. Three that were too long: transposes, which would be stored byte by
+byte; ReLU²'s gradient, which has to read h first; and the exponentials of logits for the loss (docs/lab-notebook.md).
 
 The products are quack's, the package that FlashAttention-4 is built on. It is optional, as that is; without it
 fp8.py's kernels and cuBLAS do the same. `PLAIN` has every ending in plain PyTorch: the truth, and what a CPU computes.
@@ -89,7 +88,6 @@ def _endings() -> dict[str, Any]:
     """The same for the package. Made when first needed: it takes seconds to import."""
     import cutlass.cute as cute
     from quack.epilogue.frontend import gemm_epilogue
-    from quack.epilogue.ops import ColVecReduce
 
     @gemm_epilogue()
     def scaled(acc: Any, a_unit: Any, b_unit: Any) -> dict[str, Any]:
@@ -118,12 +116,6 @@ def _endings() -> dict[str, Any]:
     ) -> dict[str, Any]:
         return {"D": scale * (acc * (a_unit * b_unit) + c) + share * start}
 
-    @gemm_epilogue(reduces={"parts": ColVecReduce("parts")})
-    def summed(acc: Any, a_unit: Any, b_unit: Any, inverse: Any, scale: Any) -> dict[str, Any]:
-        z = acc * (a_unit * b_unit)
-        squashed = cute.math.tanh(z * inverse, fastmath=True)
-        return {"D": z, "parts": cute.math.exp2(squashed * scale, fastmath=True)}
-
     return {
         "scaled": scaled,
         "squared": squared,
@@ -131,7 +123,6 @@ def _endings() -> dict[str, Any]:
         "added": added,
         "landed": landed,
         "mixed": mixed,
-        "summed": summed,
     }
 
 
@@ -173,41 +164,6 @@ def pingpong(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
 @pingpong.register_fake
 def _(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
-
-
-def sums_fit(columns: int) -> bool:
-    """Whether tiles cover them exactly: of what lies beyond, exp(0) would be summed."""
-    return any(columns % wide == 0 for wide in COLUMNS)
-
-
-@torch.library.custom_op("nanorun::fp8_logits", mutates_args=())
-def logits(x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
-    """z = x·wᵀ of (N, D) and (V, D) in bf16; and Σ exp(softcap·tanh(z/softcap)) of each row's tiles, (N, tiles)."""
-    z, parts = _logits_room(x, w)
-    if x.is_cuda:
-        given: dict[str, Any] = {
-            "a_unit": x_unit,
-            "b_unit": w_unit,
-            "inverse": 1 / softcap,
-            "scale": softcap / math.log(2),
-        }
-        _product("summed", x, w, z, **given, parts=parts)
-    else:
-        _product("scaled", x, w, z, a_unit=x_unit, b_unit=w_unit)
-        exponentials = (softcap * torch.tanh(z.float() / softcap)).exp()
-        parts.copy_(exponentials.unflatten(1, (parts.shape[1], -1)).sum(2))
-    return z, parts
-
-
-@logits.register_fake
-def _(x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
-    return _logits_room(x, w)
-
-
-def _logits_room(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape[0], w.shape[0]
-    tiles = columns // _tile(columns)
-    return x.new_empty(rows, columns, dtype=torch.bfloat16), x.new_empty(rows, tiles, dtype=torch.float32)
 
 
 @torch.library.custom_op("nanorun::fp8_up_relu2", mutates_args=())

@@ -14,8 +14,7 @@ the logits' rounding to bf16.
 
 For a head in eight bits the gradient is wanted as e5m2 and transposed as well (fp8.py says why), so tiles have
 to be written. Then sums and gradient are two kernels, and the logits are read twice from memory; but what is
-written is half as much, so it takes about as long. Where the product that makes the logits sums their exponentials,
-too (products.py), the first of the two only adds up what that left.
+written is half as much, so it takes about as long.
 
 Does not cover: no softcap, or one so large that the exponentials need a maximum
 subtracted; targets past the vocabulary.
@@ -34,7 +33,6 @@ except ImportError:  # a CPU build of torch has no Triton
 
 BLOCK = 8_192  # columns at a time
 TILE_ROWS, TILE_COLUMNS = 64, 64  # of a gradient written both ways
-FINISHED_ROWS = 8
 
 if triton is not None:
 
@@ -83,36 +81,6 @@ if triton is not None:
                 dz = (tl.exp2(t * scale - log2_total) - tl.where(column == target, 1.0, 0.0)) * (1 - t * t)
                 dz = tl.where(trained & (column < VOCAB), dz, 0.0)
                 tl.store(start + column, dz.to(logits.dtype.element_ty), mask=column < COLUMNS)
-
-    @triton.jit
-    def _finish(
-        logits,
-        targets,
-        parts,
-        losses,
-        totals,
-        softcap,
-        rows,
-        COLUMNS: tl.constexpr,
-        PARTS: tl.constexpr,
-        WIDE: tl.constexpr,
-        ROWS: tl.constexpr,
-        FAST: tl.constexpr,
-    ):
-        """What `_row` finds, from each row's sums of exponentials over some columns."""
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        inside = row < rows
-        part = tl.arange(0, WIDE)
-        at = row[:, None] * PARTS + part[None, :]
-        sums = tl.load(parts + at, mask=inside[:, None] & (part < PARTS)[None, :], other=0.0)
-        log2_total = tl.log2(tl.sum(sums, 1))
-        target = tl.load(targets + row, mask=inside, other=-1)
-        z_target = tl.load(logits + row * COLUMNS + tl.maximum(target, 0), mask=inside, other=0.0).to(
-            tl.float32
-        )
-        loss = log2_total * 0.6931471805599453 - softcap * _tanh(z_target * (1.0 / softcap), FAST)
-        tl.store(losses + row, tl.where(target >= 0, loss, 0.0), mask=inside)
-        tl.store(totals + row, log2_total, mask=inside)
 
     @triton.jit
     def _gradient_tile(
@@ -167,20 +135,15 @@ def softcap_loss_fp8(
     targets: Tensor,
     softcap: float,
     vocab_size: int,
-    parts: Tensor | None,
     turned: Tensor,
     first: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each row of (n, V) logits; its gradient (n, V) in e5m2, and the unit.
 
-    Transposed, the gradient is written into columns of `turned` (V, N), from the first of these rows on. `parts` (n,
-    any): sums of the rows' exponentials, which together are all, where they are known; then V is the vocabulary.
+    Transposed, the gradient is written into columns of `turned` (V, N), from the first of these rows on.
     """
     rows, columns = logits.shape
-    if parts is None:
-        losses, totals = _rows(logits, targets, softcap, vocab_size, gradient=False)
-    else:
-        losses, totals = _finished(logits, targets, softcap, parts)
+    losses, totals = _rows(logits, targets, softcap, vocab_size, gradient=False)
     q, unit = logits.new_empty(rows, columns, dtype=fp8.E5M2), logits.new_empty(1, dtype=torch.float32)
     qt = turned[:, first:]
     _gradient_tile[(triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
@@ -211,7 +174,6 @@ def _(
     targets: Tensor,
     softcap: float,
     vocab_size: int,
-    parts: Tensor | None,
     turned: Tensor,
     first: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,28 +199,6 @@ def _rows(
         FAST=_fast(logits),
         GRADIENT=gradient,
         num_warps=16 if columns >= BLOCK else 4,
-    )
-    return losses, totals
-
-
-def _finished(logits: Tensor, targets: Tensor, softcap: float, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from sums of exponentials that are known in parts."""
-    rows, columns = logits.shape
-    losses, totals = logits.new_empty(2, rows, dtype=torch.float32).unbind()
-    _finish[(triton.cdiv(rows, FINISHED_ROWS),)](
-        logits,
-        targets,
-        parts,
-        losses,
-        totals,
-        softcap,
-        rows,
-        COLUMNS=columns,
-        PARTS=parts.shape[1],
-        WIDE=triton.next_power_of_2(parts.shape[1]),
-        ROWS=FINISHED_ROWS,
-        FAST=_fast(logits),
-        num_warps=4,
     )
     return losses, totals
 
