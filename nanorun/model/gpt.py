@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, spare_plans, window_blocks
-from nanorun.model.kernels import add_rows, fp8, kernels_run_on, products, rope_norm
+from nanorun.model.kernels import add_rows, fp8, kernels_run_on, layers8, products, rope_norm
 from nanorun.model.kernels.fp8 import Copies
 from nanorun.model.kernels.stream import Mixing, Stream
 from nanorun.model.linear import Linear, LowCopy
@@ -87,9 +87,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: Backend, means: Means) -> None:
         super().__init__()
         self.config, self.backend = config, backend
-        self.fused_rope = (
-            means.kernels and config.fused_rope and config.fused_qkv and rope_norm.fits(config.head_dim)
-        )
+        self.fused_rope = turns_in_one(config, means)
         self.window = config.window(layer)
         self.blocks: BlockMask | None = None
         kv_dim = config.kv_heads * config.head_dim
@@ -173,7 +171,7 @@ class Attention(nn.Module):
             heads = (config.heads, config.kv_heads, config.qk_gain)
             return rope_norm.norm_heads(stream, self.qkv8, weights, kept, cos, sin, *heads)
         x = stream.settled()
-        mixed, gated = fp8.norm_linear(x, self.qkv8, weights, kept)
+        mixed, gated = layers8.norm_linear(x, self.qkv8, weights, kept)
         return x, *self._heads(mixed, rope), gated
 
     def _qkv_weights(self) -> list[Tensor]:
@@ -198,7 +196,7 @@ class MLP(nn.Module):
         if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():
             stream = stream if self.fused_stream else Stream(stream.settled())
             weights = self.up.weight, self.down.weight
-            return fp8.norm_mlp(stream, self.up8, self.down8, *weights, self.fused_relu2, after)
+            return layers8.norm_mlp(stream, self.up8, self.down8, *weights, self.fused_relu2, after)
         x = stream.settled()
         return x, self.down(F.relu(self.up(norm(x))).square())
 
@@ -212,10 +210,15 @@ class MLP(nn.Module):
 
 def adds_in_products(config: ModelConfig, means: Means) -> bool:
     """Whether what is added to the stream is added by the product that makes it."""
-    in_layers = (
-        means.eight_bits and config.fp8 not in ("none", "mlp") and config.fused_rope and config.fused_qkv
-    )
-    return in_layers and means.products and config.fused_stream and config.fused_residual
+    in_layers = means.eight_bits and config.fp8 not in ("none", "mlp")
+    wanted = config.fused_stream and config.fused_residual
+    return in_layers and wanted and means.products and turns_in_one(config, means)
+
+
+def turns_in_one(config: ModelConfig, means: Means) -> bool:
+    """Whether queries and keys are turned and normed by one kernel."""
+    possible = means.kernels and rope_norm.fits(config.head_dim)
+    return possible and config.fused_rope and config.fused_qkv
 
 
 class Block(nn.Module):

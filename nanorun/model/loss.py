@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanorun.model.kernels import fp8, softcap_loss, whole
+from nanorun.model.kernels import fp8, products, softcap_loss, whole
 
 IGNORE = -1  # the target of a position that is not trained; the loader's
 Reduction = Literal["sum", "none"]
@@ -214,7 +214,7 @@ class _EightBitLoss(torch.autograd.Function):
             if exact is not None:
                 logits = x[rows] @ exact.T
             else:
-                logits = fp8.multiply(q[rows], head, unit, head_unit, x.dtype, fp8.FAST_SUMS, pingpong)
+                logits = products.product8(q[rows], head, unit, head_unit, x.dtype, pingpong)
             loss, dz, dz_unit = softcap_loss.softcap_loss_fp8(
                 logits, targets[rows], softcap, vocab_size, dzt, first
             )

@@ -13,7 +13,7 @@ from nanorun.compiling import compiled
 from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import build
-from nanorun.model.kernels import add_rows, fp8, rope_norm
+from nanorun.model.kernels import add_rows, fp8, layers8, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.kernels.stream import Stream
 from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
@@ -83,7 +83,7 @@ def test_the_compiled_mlp_agrees_with_float64_forward_and_backward(shape):
     up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
     down = draw(width, 4 * width, seed=2, size=0.02).requires_grad_()
     above = draw(1, rows, width, seed=3, size=1e-7)
-    _, fast = torch.compile(fp8.norm_mlp, dynamic=False, fullgraph=True)(
+    _, fast = torch.compile(layers8.norm_mlp, dynamic=False, fullgraph=True)(
         Stream(x), copied(up), copied(down), up, down
     )
     (fast.float() * above).sum().backward()
@@ -102,7 +102,7 @@ def test_compiled_queries_keys_and_values_agree_with_float64(shape):
     weights = [
         draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate((width, 256, 128))
     ]
-    fast, first = torch.compile(fp8.norm_linear, dynamic=False, fullgraph=True)(
+    fast, first = torch.compile(layers8.norm_linear, dynamic=False, fullgraph=True)(
         x, copied(*weights), weights, 12
     )
     above, above_first = draw(*fast.shape, seed=4, size=1e-7), draw(*first.shape, seed=5, size=1e-7)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import fp8, products
+from nanorun.model.kernels import fp8, layers8, products
 from nanorun.model.kernels.stream import Stream
 
 CUDA = torch.device("cuda")
@@ -122,7 +122,7 @@ def test_an_mlp_with_relu2_in_its_products_learns_as_one_without(tokens):
         copies = [fp8.Copies(*weight.shape, pingpong=pingpong).to(CUDA) for weight in weights]
         for copy, weight in zip(copies, weights, strict=True):
             copy.renew(weight)
-        compiled = torch.compile(fp8.norm_mlp, dynamic=False, fullgraph=True)
+        compiled = torch.compile(layers8.norm_mlp, dynamic=False, fullgraph=True)
         _, y = compiled(Stream(inputs[0]), *copies, *inputs[1:], fused)
         y.backward(dy)
         return [y.detach(), *(each.grad for each in inputs)]

@@ -58,7 +58,7 @@ def work(device: torch.device) -> bool:
     try:
         y = pingpong(x8, w8, one, one)
         h, unit = up_relu2(x8, w8, one, one, longest, 128)
-        sum_ = multiply(x.bfloat16(), w.bfloat16(), y)
+        sum_ = product16(x.bfloat16(), w.bfloat16(), y)
     except Exception:  # whatever a young compiler may raise on a machine it was not tried on
         return False
     truth = x8.float() @ w8.float().T
@@ -153,6 +153,13 @@ if triton is not None:
         tl.store(factor, tl.load(x_unit) * tl.load(w_unit) * tl.sqrt_rn(inverse))
 
 
+def product8(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
+    """a·bᵀ of (M, K) and (N, K) in eight bits, as they stand for: by `pingpong` or by cuBLAS."""
+    return (
+        pingpong(a, b, a_unit, b_unit) if ours else fp8.multiply(a, b, a_unit, b_unit, dtype, fp8.FAST_SUMS)
+    )
+
+
 @torch.library.custom_op("nanorun::fp8_pingpong", mutates_args=())
 def pingpong(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
     """a·bᵀ of (M, K) and (N, K) in eight bits, as they stand for, in bf16."""
@@ -237,23 +244,23 @@ class _LinearOnto(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, stream: Tensor) -> Tensor:
         low = weight.to(x.dtype)
         ctx.save_for_backward(x, low)
-        return multiply(x, low, stream)
+        return product16(x, low, stream)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         dy = dy.contiguous()
-        return multiply(dy, low.t(), None), (dy.t() @ x).float(), None
+        return product16(dy, low.t(), None), (dy.t() @ x).float(), None
 
 
-@torch.library.custom_op("nanorun::multiply", mutates_args=())
-def multiply(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
+@torch.library.custom_op("nanorun::product16", mutates_args=())
+def product16(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
     """a·bᵀ + c of (M, K), (N, K) and (M, N) in sixteen bits."""
     out = a.new_empty(a.shape[0], b.shape[0])
     _product("plain" if c is None else "added", a, b, out, c)
     return out
 
 
-@multiply.register_fake
+@product16.register_fake
 def _(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0])

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import fp8, whole
+from nanorun.model.kernels import fp8, layers8, products, whole
 from nanorun.model.kernels.stream import Stream
 
 try:
@@ -114,7 +114,7 @@ def norm_heads(
     kv_heads: int,
     gain: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The stream of (B, T, D), settled; `fp8.norm_linear` of it and then `rope_norm`: q, k, v, and the first
+    """The stream of (B, T, D), settled; `layers8.norm_linear` of it and then `rope_norm`: q, k, v, and the first
     channels of its norm."""
     arguments = (*before.flat(), copies.rows, copies.columns, copies.unit, cos, sin)
     s, q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, copies.pingpong, *weights)
@@ -152,8 +152,8 @@ class _NormHeads(torch.autograd.Function):
         pingpong: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        s, n, nt, n_unit, inverse = fp8.settle_and_norm(ctx, x, y, start, scale, share, done)
-        qkv = fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS, pingpong)
+        s, n, nt, n_unit, inverse = layers8.settle_and_norm(ctx, x, y, start, scale, share, done)
+        qkv = products.product8(n, rows, n_unit, unit, x.dtype, pingpong)
         q, k, steepest = _forward(qkv, cos, sin, heads, kv_heads, gain, True)
         ctx.save_for_backward(
             *(s, inverse, start, scale, share), *(nt, n_unit, columns, unit, qkv, cos, sin, steepest)
@@ -162,7 +162,7 @@ class _NormHeads(torch.autograd.Function):
         ctx.outputs = [weight.shape[0] for weight in weights]
         head_dim = q.size(-1)
         v = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
-        return fp8.handed_on(ctx, s), q, k, v, fp8.first_channels(s, inverse, kept)
+        return layers8.handed_on(ctx, s), q, k, v, layers8.first_channels(s, inverse, kept)
 
     @staticmethod
     def backward(
@@ -172,9 +172,9 @@ class _NormHeads(torch.autograd.Function):
         nt, n_unit, columns, unit, qkv, cos, sin, steepest = rest
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         g, gt, g_unit = backward_fp8(qkv, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain)
-        dn = fp8.multiply(g, columns, g_unit, unit, s.dtype, fp8.FAST_SUMS, ctx.pingpong)
+        dn = products.product8(g, columns, g_unit, unit, s.dtype, ctx.pingpong)
         dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
-        before = fp8.settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
+        before = layers8.settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
         return *before, *[None] * 10, *dweight.split(ctx.outputs)
 
 

@@ -1,0 +1,148 @@
+"""Matmuls as a d12 makes them and the kernels around them, each alone, with a cold cache, by CUDA events.
+
+    python bench/speed.py WORK --parts rates
+
+What docs/speed.md predicts is made of such rates (nanorun/bench/budget.py). In training, where the card has no rest
+between kernels, they are lower.
+"""
+
+from typing import Any
+
+
+def measured_rates() -> dict[str, Any]:
+    """TFLOP/s of the matmuls; microseconds and TB/s of the kernels."""
+    import torch
+
+    from nanorun.model.kernels import add_rows, fp8, products, rope_norm, stream
+    from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
+
+    tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
+    flush = torch.empty(2**27, device="cuda")  # 512 MiB, so that nothing is found in the cache
+
+    def microseconds(call: Any, times: int = 8) -> float:
+        call()
+        took = []
+        for _ in range(times):
+            flush.zero_()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            call()
+            after.record()
+            torch.cuda.synchronize()
+            took.append(1e3 * before.elapsed_time(after))
+        return sorted(took)[len(took) // 2]
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    one, low, high = torch.ones(1, device="cuda"), torch.bfloat16, torch.float32
+    matmuls = []
+    for name, n, inputs, outputs in (
+        ("qkv", tokens, width, 3 * width), ("out", tokens, width, width), ("up", tokens, width, 4 * width),
+        ("down", tokens, 4 * width, width), ("head", rows, width, vocab),
+    ):  # fmt: skip
+        x, w, g = random(n, inputs), random(outputs, inputs), random(n, outputs)
+        flops = 2 * n * inputs * outputs
+        x8, w8 = x.to(fp8.E4M3), w.to(fp8.E4M3)
+        xt8, wt8 = x.T.contiguous().to(fp8.E4M3), w.T.contiguous().to(fp8.E4M3)
+        g8, gt8 = g.to(fp8.E5M2), g.T.contiguous().to(fp8.E5M2)
+        calls = {
+            "bf16 forward": lambda x=x, w=w: x @ w.T,
+            "bf16 dx": lambda g=g, w=w: g @ w,
+            "bf16 dw": lambda g=g, x=x: g.T @ x,
+        }
+        for fast in (True, False):
+            kind = "fast" if fast else "exact"
+            calls |= {
+                f"fp8 {kind} forward": lambda a=x8, b=w8, f=fast: fp8.multiply(a, b, one, one, low, f),
+                f"fp8 {kind} dx": lambda a=g8, b=wt8, f=fast: fp8.multiply(a, b, one, one, low, f),
+                f"fp8 {kind} dw": lambda a=gt8, b=xt8, f=fast: fp8.multiply(a, b, one, one, high, f),
+            }
+        calls |= {
+            "ping-pong forward": lambda a=x8, b=w8: products.pingpong(a, b, one, one),
+            "ping-pong dx": lambda a=g8, b=wt8: products.pingpong(a, b, one, one),
+        }
+        row: dict[str, Any] = {"matrix": name}
+        for kind, call in calls.items():
+            try:
+                row[kind] = round(flops / microseconds(call) / 1e6)
+            except Exception as error:
+                row[kind] = f"failed: {str(error)[:80]}"
+        matmuls.append(row)
+
+    x, u = random(tokens, width), random(tokens, 4 * width)
+    y, g, start, first = (random(tokens, n) for n in (width, width, width, 12))
+    *_, inverse = fp8.norm_quantize(y)
+    longest = torch.full((2,), 5.0, device="cuda")
+    h8, ht, unit = fp8.relu2_quantize(u, longest, width)
+    x8, square = x.to(fp8.E4M3), random(width, width)
+    up8, down8 = (random(*shape).to(fp8.E4M3) for shape in ((4 * width, width), (width, 4 * width)))
+    parts = fp8.measure(x)
+    logits, targets = random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
+    dzt = torch.empty(vocab, rows, device="cuda", dtype=fp8.E5M2)
+    narrow, wide, whole = tokens * width, 4 * tokens * width, rows * vocab
+    qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
+    turned = (qkv, angle, angle)
+    *_, steepest = rope_norm._forward(*turned, heads, heads, 1.2, True)
+    gradients = [random(tokens, heads, 128) for _ in "qkv"]
+    table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
+    common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # as in text, some tokens are everywhere
+    gate = random(tokens, heads)
+    kernels = []
+    for name, moved, call in (
+        ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
+        ("measure", 2 * narrow, lambda: fp8.measure(x)),
+        ("quantize", 4 * narrow, lambda: fp8.quantize(x, parts, 0.0, fp8.E5M2)),
+        ("norm_quantize", 4 * narrow, lambda: fp8.norm_quantize(x)),
+        ("stream forward", 10 * narrow, lambda: fp8.stream_norm_quantize(x, y, start, one, one)),
+        ("stream forward, unmixed", 8 * narrow, lambda: fp8.stream_norm_quantize(x, y, None, None, None)),
+        ("stream backward", 10 * narrow, lambda: stream.backward(x, y, inverse, g, first, start, one)),
+        ("stream backward, unmixed", 8 * narrow, lambda: stream.backward(x, y, inverse, g, None, None, None)),
+        ("relu2_quantize", 4 * wide, lambda: fp8.relu2_quantize(u, longest, width)),
+        ("relu2_backward", 5 * wide, lambda: fp8.relu2_backward(u, ht, unit, parts, longest)),
+        (
+            "the same, h turned as well",
+            6 * wide,
+            lambda: fp8.relu2_backward_turning(u, h8, unit, parts, longest),
+        ),
+        ("product, then ReLU²", wide, lambda: products.up_relu2(x8, up8, one, one, longest, width)),
+        ("product onto the stream", 2 * narrow, lambda: products.product16(x, square, y)),
+        (
+            "product onto the stream, mixed",
+            wide + 6 * narrow,
+            lambda: products.land(h8, down8, one, one, x, start, one, one),
+        ),
+        ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, False)),
+        ("the same, steepest", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, True)),
+        (
+            "rope_norm backward",
+            16 * narrow,
+            lambda: rope_norm._backward(*turned, *gradients, heads, heads, 1.2),
+        ),
+        (
+            "rope_norm backward_fp8",
+            22 * narrow,
+            lambda: rope_norm.backward_fp8(*turned, *gradients, steepest, heads, heads, 1.2),
+        ),
+        ("add_rows", 10 * narrow, lambda: add_rows.add_rows(table, picked, x)),
+        ("add_rows, common tokens", 10 * narrow, lambda: add_rows.add_rows(table, common, x)),
+        (
+            "gated_backward, common tokens",
+            14 * narrow,
+            lambda: add_rows.gated_backward(table, gradients[0], gate, table, common),
+        ),
+        ("index_add_ (torch)", 18 * narrow, lambda: table.index_add_(0, picked, x.float())),
+        ("softcap_loss", 4 * whole, lambda: softcap_loss(logits.clone(), targets, 15.0, vocab, True)),
+        ("logits.clone", 4 * whole, lambda: logits.clone()),
+        (
+            "softcap_loss_fp8",
+            6 * whole,
+            lambda: softcap_loss_fp8(logits, targets, 15.0, vocab, dzt, 0),
+        ),
+    ):
+        try:
+            us = microseconds(call)
+            kernels.append({"name": name, "us": round(us, 1), "tb_s": round(moved / us / 1e6, 2)})
+        except Exception as error:
+            kernels.append({"name": name, "us": 0.0, "tb_s": 0.0, "failed": str(error)[:120]})
+    return {"matmuls": matmuls, "kernels": kernels}

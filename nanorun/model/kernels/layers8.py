@@ -1,0 +1,216 @@
+"""Layers in eight bits: a norm, and the products behind it, with gradients written by hand.
+
+What goes into a product is quantized by the kernel that makes it (fp8.py), so a layer here begins with the norm of
+the residual stream, or with adding up what is still pending in it (stream.py), and its backward pass ends there.
+
+ReLU² keeps nothing for its backward pass but h = relu(u)² in eight bits, which the product needs anyway:
+the slope 2·relu(u) is 2·√h, and a root halves the relative error. (Where the product squares (products.py), h is
+kept as it is, and turned by the kernel that reads it for the slope.)
+
+Left in bf16: attention's output projection. Its input comes from attention, so quantizing it is a pass of
+its own, which at 768 wide eats what the faster product gives.
+
+Shapes: N tokens, D width, F hidden width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanorun.model.kernels import fp8, products, stream, whole
+from nanorun.model.kernels.stream import Mixing, Stream
+
+
+def norm_linear(x: Tensor, copies: fp8.Copies, weights: list[Tensor], kept: int) -> tuple[Tensor, Tensor]:
+    """norm(x)·wᵀ for (..., D) x and the stacked weights, and norm(x)'s first channels unquantized."""
+    flat = x.flatten(0, -2)
+    y, first = _norm_linear(flat, copies.rows, copies.columns, copies.unit, kept, *weights)
+    return y.view(*x.shape[:-1], -1), first.view(*x.shape[:-1], kept)
+
+
+def norm_mlp(
+    before: Stream,
+    up: fp8.Copies,
+    down: fp8.Copies,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    fused: bool = False,
+    after: Mixing | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: ReLU² inside the products. With `after`
+    the second is, as far as its numbers go, the stream as the next half-block wants it (stream.py)."""
+    start, scale, share = after or Mixing()
+    s, y = _norm_mlp(
+        fused,
+        up.pingpong,
+        after is not None,
+        None if start is None else start.flatten(0, -2),
+        scale,
+        share,
+        *before.flat(),
+        up_weight,
+        down_weight,
+        up.rows,
+        up.columns,
+        up.unit,
+        up.longest,
+        down.rows,
+        down.columns,
+        down.unit,
+        down.longest,
+    )
+    return s.view(before.x.shape) if before.pending() else before.x, y.view(before.x.shape)
+
+
+@whole
+def _norm_linear(*arguments: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _NormLinear.apply(*arguments)
+    return result
+
+
+@whole
+def _norm_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _NormMLP.apply(*arguments)
+    return result
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, unit: Tensor, kept: int, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        n, nt, n_unit, inverse = fp8.norm_quantize(x)
+        ctx.save_for_backward(x, inverse, nt, n_unit, columns, unit)
+        ctx.outputs = [weight.shape[0] for weight in weights]
+        return fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS), first_channels(x, inverse, kept)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
+        x, inverse, nt, n_unit, columns, unit = ctx.saved_tensors
+        dy = dy.contiguous()
+        g, gt, g_unit = fp8.quantize(dy, fp8.measure(dy), 0.0, fp8.E5M2)
+        dn = fp8.multiply(g, columns, g_unit, unit, x.dtype, fp8.FAST_SUMS).float()
+        dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
+        return norm_backward(dn, x, inverse, dfirst), None, None, None, None, *dweight.split(ctx.outputs)
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused: bool,
+        pingpong: bool,
+        adds: bool,
+        next_start: Tensor | None,  # these three without gradients, which are the next half-block's business
+        next_scale: Tensor | None,
+        next_share: Tensor | None,
+        x: Tensor,  # (N, D)
+        y: Tensor | None,
+        start: Tensor | None,
+        scale: Tensor | None,
+        share: Tensor | None,
+        done: bool,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        up: Tensor,
+        up_columns: Tensor,
+        up_unit: Tensor,
+        up_longest: Tensor,
+        down: Tensor,
+        down_columns: Tensor,
+        down_unit: Tensor,
+        down_longest: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share, done)
+        ctx.fused, ctx.pingpong = fused, pingpong
+        if fused:
+            h, h_unit = products.up_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
+            kept = h
+        else:
+            u = products.product8(n, up, n_unit, up_unit, x.dtype, pingpong)
+            h, kept, h_unit = fp8.relu2_quantize(u, up_longest, x.shape[1])
+        ctx.save_for_backward(
+            *(s, inverse, start, scale, share),
+            *(nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
+        )
+        if adds:
+            y = products.land(h, down, h_unit, down_unit, s, next_start, next_scale, next_share)
+        else:
+            y = products.product8(h, down, h_unit, down_unit, x.dtype, pingpong)
+        return handed_on(ctx, s), y
+
+    @staticmethod
+    def backward(ctx: Any, ds: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        s, inverse, start, scale, share, *rest = ctx.saved_tensors
+        nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = rest
+        dy = dy.contiguous()
+        largest = fp8.measure(dy)
+        g, gt, g_unit = fp8.quantize(dy, largest, 0.0, fp8.E5M2)
+        dh = products.product8(g, down_columns, g_unit, down_unit, s.dtype, ctx.pingpong)
+        if ctx.fused:
+            du, dut, du_unit, ht = fp8.relu2_backward_turning(dh, kept, h_unit, largest, down_longest)
+        else:
+            ht = kept
+            du, dut, du_unit = fp8.relu2_backward(dh, ht, h_unit, largest, down_longest)
+        ddown = fp8.multiply(gt, ht, g_unit, h_unit, torch.float32, False)
+        dn = products.product8(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong)
+        dup = fp8.multiply(dut, nt, du_unit, n_unit, torch.float32, False)
+        before = settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share)
+        return *[None] * 6, *before, dup, ddown, *[None] * 8
+
+
+def settle_and_norm(
+    ctx: Any,
+    x: Tensor,
+    y: Tensor | None,
+    start: Tensor | None,
+    scale: Tensor | None,
+    share: Tensor | None,
+    done: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """s, the stream with nothing left to do to it, and what `norm_quantize` makes of it."""
+    ctx.adds, ctx.pending = y is not None, y is not None or start is not None
+    if done:
+        assert y is not None
+        return y, *fp8.norm_quantize(y)
+    if ctx.pending:
+        return fp8.stream_norm_quantize(x, y, start, scale, share)
+    return x, *fp8.norm_quantize(x)
+
+
+def handed_on(ctx: Any, s: Tensor) -> Tensor:
+    """s as a result of its own: where nothing was pending it is x, which its owner has."""
+    return s if ctx.pending else s.new_empty(0)
+
+
+def settle_backward(
+    ctx: Any,
+    dn: Tensor,
+    s: Tensor,
+    inverse: Tensor,
+    ds: Tensor,
+    dfirst: Tensor | None,
+    start: Tensor | None,
+    scale: Tensor | None,
+    share: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of what `settle_and_norm` took, from those of s and of its norm."""
+    if not ctx.pending:
+        return norm_backward(dn.float(), s, inverse, dfirst), *[None] * 5
+    dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, start, scale, share)
+    return dx, dx if ctx.adds else None, *others, None
+
+
+def first_channels(x: Tensor, inverse: Tensor, kept: int) -> Tensor:
+    return (x[:, :kept].float() * inverse[:, None]).to(x.dtype)
+
+
+def norm_backward(dn: Tensor, x: Tensor, inverse: Tensor, dfirst: Tensor | None = None) -> Tensor:
+    """From the fp32 gradient of norm(x) = x·inverse (and of its first channels, apart) to that of x. Plain, so that
+    a compiler fuses it with what follows."""
+    if dfirst is not None and dfirst.shape[1] > 0:
+        dn = dn + F.pad(dfirst.float(), (0, dn.shape[1] - dfirst.shape[1]))
+    n = x.float() * inverse[:, None]
+    return (inverse[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))).to(x.dtype)
