@@ -105,8 +105,8 @@ def measured_rates() -> dict[str, Any]:
             6 * wide,
             lambda: fp8.relu2_backward_turning(u, h8, unit, parts, longest),
         ),
-        ("product, then ReLU²", wide, lambda: products.up_relu2(x8, up8, one, one, longest, width)),
-        ("product onto the stream", 2 * narrow, lambda: products.product16(x, square, y)),
+        ("product, then ReLU²", wide + narrow, lambda: products.up_relu2(x8, up8, one, one, longest, width)),
+        ("product onto the stream", 6 * narrow, lambda: products.product16(x, square, y)),
         (
             "product onto the stream, mixed",
             wide + 6 * narrow,

@@ -139,12 +139,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.fill_between(
             tokens, [min(r) for r in losses], [max(r) for r in losses], color=colour, alpha=0.2, lw=0
         )
+    farthest = 0.01
     for seed in found["seeds"]:
         pair = [{str(k): v for k, v in found["curves"][way].items()}[str(seed)] for way in ("bf16", "fast")]
         points = [(one[0] / 1e6, other[1] - one[1]) for one, other in zip(*pair, strict=False)]
         below.plot(*zip(*points, strict=True), "o-", lw=1, ms=4, label=f"seed {seed}")
+        farthest = max(farthest, *(abs(gap) for _, gap in points))
     below.axhline(0, color="black", lw=0.8)
-    below.set_ylim(-0.02, 0.02)
+    below.set_ylim(-1.1 * farthest, 1.1 * farthest)
     below.set_ylabel("fast minus bf16")
     below.set_xlabel("million tokens")
     axes.set_ylabel("validation loss, nats a token")

@@ -105,7 +105,7 @@ class Bench:
 
     def check(self) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
-        command += ["tests/gpu/test_fp8_on_gpu.py", "tests/gpu/test_stream_on_gpu.py"]
+        command += [f"tests/gpu/test_{part}_on_gpu.py" for part in ("fp8", "stream", "products")]
         command += ["tests/gpu/test_model_on_gpu.py", "-k", "not backends"]
         begin = time.monotonic()
         try:

@@ -55,8 +55,10 @@ class ModelConfig:
     fused_qkv: bool = True  # one matmul for queries, keys and values
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
     pingpong: bool = True  # in eight bits on Hopper, products whose ends overlap with the next one's sums
-    fused_relu2: bool = True  # there, too, ReLU² and its gradient at the end of their products
-    fused_residual: bool = True  # and what is added to the stream at the end of the product that makes it
+    fused_relu2: bool = True  # there, too, ReLU² at the end of the product that makes its input
+    fused_residual: bool = (
+        True  # and additions to the stream at the end of theirs (with fused_stream and _rope)
+    )
     fused_stream: bool = True  # in eight bits, what a half-block adds is added by the next one's norm kernel
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
     sparse_tables: bool = True  # on CUDA, gradients of embeddings are added row by row, in place

@@ -16,7 +16,8 @@ Memory of one GPU at its peak, which is the end of the forward pass of any micro
                  times the width. With `recompute`, two places of the stream (and value embeddings), and
                  the rest for one layer at a time.
     loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
-                 chunks are joined), and one chunk's share of the head's gradient
+                 chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits:
+                 instead of that share the gradient of all logits, a byte each
 
 The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
 measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), evaluation, and the
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 VOCAB = 32_768  # where nothing says another
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 
-# Tokens in a micro-batch: 32,768 fill an H200 at d12 (65,536 were no faster, with 27 GiB instead of 16); a few
-# thousand stay in a CPU's caches.
+# Tokens in a micro-batch: 32,768 all but fill an H200 at d12 (65,536 are 3% faster, with 20 GiB instead of 13); a
+# few thousand stay in a CPU's caches.
 _MICRO_TOKENS = {"cuda": 32_768, "mps": 32_768, "cpu": 4_096}
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
@@ -257,13 +258,16 @@ def memory_gb(
     tokens = rows * model.context
     logits = min(tokens * model.padded_vocab, CHUNK_LOGITS[gpu.device])
     logit_bytes = 2 * gpu.compute_bytes if gpu.device == "cuda" else 2 * gpu.compute_bytes + 4 * 4
+    head_gradient = 4 * groups["head"]
+    if gpu.device == "cuda" and model.eight_bits(gpu.fp8_tflops is not None) in ("head", "all"):
+        logit_bytes, head_gradient = gpu.compute_bytes + 1, tokens * model.padded_vocab
     parts = {
         "weights": 4 * total,
         "gradients": 4 * total,
         "optimizer": 4 * states / gpus,
         "copies": copies,
         "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute),
-        "loss": logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + 4 * groups["head"],
+        "loss": logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + head_gradient,
     }
     return {part: size / 2**30 for part, size in parts.items()}
 

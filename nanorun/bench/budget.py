@@ -103,13 +103,14 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     summed_in = shape.step_tokens if config.sparse_tables else shape.micro_tokens
     table_bytes = 4 * tables * vocab * dim / summed_in  # zeros, and without sparse_tables a sum each time
     in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, config.fp8 in ("head", "all")
+    stream_bytes = 42 if not (in_layers and config.fused_stream) else 28 if config.fused_residual else 38
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
         "rotary and qk norm": depth * 24 * dim,
         "ReLU²": depth * (10 if not in_mlp else 6 if config.fused_relu2 else 9) * hidden,
-        "norms and residual stream": depth * (38 if in_layers and config.fused_stream else 42) * dim,
+        "norms and residual stream": depth * stream_bytes * dim,
         "quantizing": depth
         * ((8 * dim if in_mlp else 0) + ((8 if config.fused_rope else 20) * dim if in_layers else 0)),
-        "loss": (6 if in_head else 4) * vocab + 12 * vocab * dim / CHUNK_TOKENS,
+        "loss": 6 * vocab if in_head else 4 * vocab + 12 * vocab * dim / CHUNK_TOKENS,
         "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
         "gradient accumulation": (0 if config.sparse_tables else 3 * table_bytes)
         + 12 * matrices / shape.micro_tokens,

@@ -51,7 +51,7 @@ class Means:
     eight_bits: bool = False  # so do fp8 matmuls, and it is to learn
     copied_as: torch.dtype | None = None  # where weights are cast once and not at each use
     in_place: bool = False  # gradients of embeddings are added up by our own kernel
-    products: bool = False  # so do the 8-bit matrix products of products.py
+    products: bool = False  # matrix products are those of products.py
 
 
 class Table(nn.Embedding):
@@ -70,7 +70,7 @@ class Table(nn.Embedding):
         return self(tokens).to(dtype)
 
     def added(self, v: Tensor, gate: Tensor, tokens: Tensor) -> Tensor:
-        """v (B, T, K, D) plus the tokens' rows, times gate (B, T, K)."""
+        """v (B, T, K, D), to which the tokens' rows are added, weighted by gate (B, T, K)."""
         if self.sums is not None and torch.is_grad_enabled():
             return add_rows.add_gated(v, gate, self.weight, self.sums, tokens)
         return add_rows.gated(v, gate, self(tokens))
@@ -289,7 +289,7 @@ class GPT(nn.Module):
             self.smear_scale = nn.Parameter(torch.empty(1))
         if config.backout:
             self.backout_scale = nn.Parameter(torch.empty(1))
-        self.adds = adds_in_products(config, means)
+        self.adds, self.products = adds_in_products(config, means), means.products
         half = torch.empty(config.context, config.head_dim // 2)
         self.register_buffer("cos", half, persistent=False)
         self.register_buffer("sin", half.clone(), persistent=False)

@@ -15,7 +15,8 @@ Gradients in the forward pass. The backward pass would need the forgotten logits
 more matmul. But the loss is a sum: its gradient dz = (softmax(c) - onehot)·(1 - tanh²) is known as soon as
 the logits are, up to one factor that comes from above. So each chunk gives its share of dx = dz·W and of
 dW = dzᵀ·x at once, dx and dW are what is kept (N·D and V·D numbers, not N·V), and the backward pass only
-multiplies them by that factor. dW is summed over chunks in float32, whatever the compute dtype.
+multiplies them by that factor. dW is summed over chunks in float32, whatever the compute dtype. (In eight bits dz
+is a byte a logit, so all of it is kept after all, and dW is one product over all chunks in the backward pass.)
 
 A chunk is three matmuls and, between them, work that a compiler can make one kernel of: a row of logits is
 read to sum exp(c), read again (still in cache) and replaced by dz. So the code for it is plain and without
@@ -105,6 +106,8 @@ def chunked_loss(
         )
     if learns and copies is not None:
         assert softcap is not None
+        if size % fp8.ALIGN and size < rows.shape[0]:
+            raise ValueError(f"chunks of {size} rows: in eight bits each must be a multiple of {fp8.ALIGN}")
         return _eight_bit_loss(
             rows,
             weight,

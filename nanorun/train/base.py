@@ -437,6 +437,7 @@ def summarize(t: loop.Training) -> dict[str, Any]:
         "mfu": steps[-1]["mfu"],
         "peak_gib": steps[-1]["memory_gib"],
         "fp8": t.model.config.fp8,
+        "products": "quack" if t.model.products else "cublas" if t.device.type == "cuda" else None,
         "skipped_steps": sum(bool(r["skipped"]) for r in steps),
         "device": hardware.detect().name,
         "torch": torch.__version__,

@@ -466,6 +466,13 @@ def relu2_backward(
     return q, qt, unit
 
 
+@relu2_backward.register_fake
+def _(
+    dh: Tensor, ht: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return both_ways(dh, E5M2)
+
+
 def _relu2_backward(
     dh: Tensor,
     h: Tensor,
@@ -516,13 +523,6 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, qt, unit = both_ways(dh, E5M2)
     return q, qt, unit, torch.empty_like(qt, dtype=E4M3)
-
-
-@relu2_backward.register_fake
-def _(
-    dh: Tensor, ht: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return both_ways(dh, E5M2)
 
 
 def _tiles(x: Tensor, columns: int = TILE) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from nanorun.model.kernels.stream import Mixing, Stream
 def norm_linear(x: Tensor, copies: fp8.Copies, weights: list[Tensor], kept: int) -> tuple[Tensor, Tensor]:
     """norm(x)·wᵀ for (..., D) x and the stacked weights, and norm(x)'s first channels unquantized."""
     flat = x.flatten(0, -2)
-    y, first = _norm_linear(flat, copies.rows, copies.columns, copies.unit, kept, *weights)
+    y, first = _norm_linear(flat, copies.rows, copies.columns, copies.unit, copies.pingpong, kept, *weights)
     return y.view(*x.shape[:-1], -1), first.view(*x.shape[:-1], kept)
 
 
@@ -79,21 +79,29 @@ def _norm_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, unit: Tensor, kept: int, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        unit: Tensor,
+        pingpong: bool,
+        kept: int,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         n, nt, n_unit, inverse = fp8.norm_quantize(x)
         ctx.save_for_backward(x, inverse, nt, n_unit, columns, unit)
-        ctx.outputs = [weight.shape[0] for weight in weights]
-        return fp8.multiply(n, rows, n_unit, unit, x.dtype, fp8.FAST_SUMS), first_channels(x, inverse, kept)
+        ctx.outputs, ctx.pingpong = [weight.shape[0] for weight in weights], pingpong
+        y = products.product8(n, rows, n_unit, unit, x.dtype, pingpong)
+        return y, first_channels(x, inverse, kept)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, nt, n_unit, columns, unit = ctx.saved_tensors
         dy = dy.contiguous()
         g, gt, g_unit = fp8.quantize(dy, fp8.measure(dy), 0.0, fp8.E5M2)
-        dn = fp8.multiply(g, columns, g_unit, unit, x.dtype, fp8.FAST_SUMS).float()
+        dn = products.product8(g, columns, g_unit, unit, x.dtype, ctx.pingpong).float()
         dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
-        return norm_backward(dn, x, inverse, dfirst), None, None, None, None, *dweight.split(ctx.outputs)
+        return norm_backward(dn, x, inverse, dfirst), *[None] * 5, *dweight.split(ctx.outputs)
 
 
 class _NormMLP(torch.autograd.Function):
