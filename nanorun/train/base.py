@@ -320,13 +320,8 @@ def check_fp8(config: Config, machine: hardware.Hardware, options: Options) -> N
 
 def make_deterministic() -> None:
     """The same bits every time on the same GPU, a little slower. Must come before CUDA is first used."""
-    import torch._inductor.config as inductor
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    if hasattr(inductor, "deterministic"):
-        # Else each process that finds no cache times its reductions, and sums in whichever order was faster.
-        inductor.deterministic = True
 
 
 def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
