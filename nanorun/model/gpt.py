@@ -190,7 +190,7 @@ class MLP(nn.Module):
         self.up = Linear(config.dim, hidden, copied_as)
         self.down = Linear(hidden, config.dim, copied_as)
         self.up8 = Copies(hidden, config.dim, pingpong=pingpong) if in_eight else None
-        self.down8 = Copies(config.dim, hidden, pingpong=pingpong) if in_eight else None
+        self.down8 = Copies(config.dim, hidden) if in_eight else None
 
     def forward(self, stream: Stream, after: Mixing | None = None) -> tuple[Tensor, Tensor]:
         if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():

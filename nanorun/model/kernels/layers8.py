@@ -39,7 +39,7 @@ def norm_mlp(
     fused: bool = False,
     after: Mixing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: ReLU² inside the products. With `after`
+    """The stream of (..., D), settled, and down(relu(up(norm(it)))²). `fused`: ReLU² inside its product. With `after`
     the second is, as far as its numbers go, the stream as the next half-block wants it (stream.py)."""
     start, scale, share = after or Mixing()
     s, y = _norm_mlp(
