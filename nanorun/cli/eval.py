@@ -103,6 +103,7 @@ def eval_core(
     """The CORE score: 22 tasks for base models, 0 for guessing, GPT-2 XL has 0.2565."""
     from nanorun import tables
     from nanorun.bench.record import keep
+    from nanorun.console import say
     from nanorun.evals.core import Options, evaluate_hugging_face, evaluate_run_core
     from nanorun.report.core import check_suffix, plot_core
 
@@ -119,5 +120,5 @@ def eval_core(
         return  # another rank says it
     keep(result, save)
     if plot is not None:
-        plot_core(result, plot)
+        say(f"drawn: {plot_core(result, plot)}")
     show(result, as_json, tables.core_table(result))

@@ -29,7 +29,7 @@ from nanorun.model.gpt import GPT, empty
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
-from nanorun.runs import Run, read_metrics
+from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import checkpoint, loop
 from nanorun.train.base import Interrupted, compute_dtype, make_deterministic
@@ -70,6 +70,11 @@ def train_rl(
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
             run.rewind_metrics(-1)  # also where it started from, which is measured again
+            if read_config(rl.parent).get("kind") not in CHAT_KINDS:
+                say(
+                    f"'{rl.parent}' is a base model, which was not taught to answer: few replies will earn anything. "
+                    f"nanorun train sft --from {rl.parent} comes before."
+                )
         summary = run.folder / "summary.json"
         if found is not None and found.step >= config.train.steps and summary.is_file():
             say(f"run '{name}' is finished already, at step {found.step}")

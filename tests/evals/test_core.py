@@ -407,7 +407,7 @@ def test_a_trained_model_is_evaluated_from_the_command_line(home, tmp_path, nano
     small = ["--depth", "1", "--context", "64", "--batch-tokens", "128", "--steps", "2"]
     nanorun("train", "base", *small, "--name", "tiny")
     plot, save = tmp_path / "core.png", tmp_path / "kept.json"
-    shown, _ = nanorun(
+    shown, said = nanorun(
         "eval", "core", "--bundle", bundle, "--max-per-task", 5, "--plot", plot, "--save", save, "--json"
     )  # fmt: skip
     result = json.loads(shown.splitlines()[-1])
@@ -415,6 +415,7 @@ def test_a_trained_model_is_evaluated_from_the_command_line(home, tmp_path, nano
     assert result == json.loads(save.read_text())
     assert result == json.loads((home / "runs" / "tiny" / "core-max5.json").read_text())
     assert plot.stat().st_size > 10_000
+    assert f"drawn: {plot}" in said
     shown, _ = nanorun("eval", "core", "--bundle", bundle)
     assert "CORE " in shown
     assert "1.5B 0.2565" in shown

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -413,6 +414,16 @@ def test_a_task_that_is_not_there_leaves_no_run_behind(world):
     with pytest.raises(UserError, match="no such split"):
         rl.train_rl(run, config, learning, rl.Options(), only_train)
     assert not (world / "runs" / "halfway").exists()
+
+
+def test_a_start_that_was_not_taught_to_answer_is_named_once(world, capsys):
+    shutil.copytree(world / "runs" / "echoes", world / "runs" / "untaught")
+    config = world / "runs" / "untaught" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "kind": "base"}))
+    learn("from-base", parent="untaught", steps=1)
+    assert capsys.readouterr().err.count("'untaught' is a base model, which was not taught to answer") == 1
+    learn("from-taught", steps=1)
+    assert "base model" not in capsys.readouterr().err
 
 
 def test_an_empty_home_has_nothing_to_start_from(home):
