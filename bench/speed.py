@@ -55,6 +55,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fused ReLU² off": {"fused_relu2": False},
     "fused residual off": {"fused_residual": False},
     "ping-pong products off": {"pingpong": False},
+    "all three off (cuBLAS)": {"pingpong": False, "fused_relu2": False, "fused_residual": False},
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
     "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},
     "attention flex and cuDNN": {"options": {"backend": "auto"}, "without_flash": True},
