@@ -289,6 +289,7 @@ def save(t: Training) -> None:
         "loader": t.position,
         "guard": t.guard.state_dict(),
         "scale": t.scale.state_dict(),
+        "means": means(t),
     }
     folder = t.run.checkpoints
     try:
@@ -311,6 +312,26 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     t.position = found.state["loader"]
     t.guard.load_state_dict(found.state["guard"])
     t.scale.load_state_dict(found.state["scale"])
+    before, now = found.state.get("means", {}), means(t)  # an older checkpoint does not say
+    other = [
+        f"{what} was {before[what]} and is {now[what]}" for what in before if before[what] != now.get(what)
+    ]
+    if other:
+        say(f"it goes on by other means, and not bit for bit: {'; '.join(other)}")
+
+
+def means(t: Training) -> dict[str, str]:
+    """What rounding depends on beside the configuration."""
+    cuda = t.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(t.device) if cuda else t.device.type,
+        "torch": torch.__version__,
+        "dtype": str(t.model.dtype).removeprefix("torch."),
+        "attention": ", ".join(sorted({layer.attention.backend for layer in t.model.layers()})),
+        "eight bits": t.model.config.fp8,
+        "products": "quack" if t.model.products else "torch",
+        "compiled": "no" if t.forward is t.model else "yes",
+    }
 
 
 def load_weights(t: Training, found: checkpoint.Checkpoint) -> None:

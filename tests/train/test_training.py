@@ -144,6 +144,19 @@ def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize(("backend", "said"), [("plain", "attention was sdpa and is plain"), ("sdpa", None)])
+def test_a_run_that_goes_on_by_other_means_says_so(world, capsys, backend, said):
+    name = f"by-{backend}"
+    t = assembled(tiny(2), name, rows=2)
+    with t.loader, t.run:
+        loop.train_step(t)
+        loop.save(t)
+    train_base(tiny(2), Options(name=name, device_batch=2, samples=1, backend=backend))
+    heard = capsys.readouterr().err
+    assert "going on" in heard
+    assert (f"by other means, and not bit for bit: {said}\n" in heard) if said else ("means" not in heard)
+
+
 def test_samples_begin_as_validation_documents_do_from_token_shards_too(world):
     from nanorun.data.bins import tokenize_dataset
     from nanorun.data.dataset import open_dataset

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from nanorun.errors import UserError
+
 F = TypeVar("F", bound=Callable[..., Any])
 WHOLE: list[Callable[..., Any]] = []
 
@@ -15,6 +17,13 @@ def whole(function: F) -> F:
     hand, and following one takes as long as all the rest of a layer. compiling.py tells torch of them."""
     WHOLE.append(function)
     return function
+
+
+def no_memory() -> UserError:
+    """Where kernels are tried: a full GPU does not mean that they do not work."""
+    return UserError(
+        "The GPU has no memory left to begin with: other programs hold it, nvidia-smi lists them."
+    )
 
 
 def kernels_run_on(device: torch.device) -> bool:

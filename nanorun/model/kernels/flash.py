@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nanorun.model.kernels import no_memory
+
 DISK_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
@@ -34,6 +36,8 @@ def works(device: torch.device, head_dim: int) -> bool:
     q, k, v = torch.randn(3, 1, 256, 2, head_dim, device=device, generator=dice).bfloat16().unbind()
     try:
         fast = flash_attention(q, k, v, 64)
+    except torch.OutOfMemoryError as error:
+        raise no_memory() from error
     except Exception:  # whatever a young compiler may raise on a machine it was not tried on
         return False
     at = torch.arange(256, device=device)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels import fp8, whole
+from nanorun.model.kernels import fp8, no_memory, whole
 
 try:
     import triton
@@ -53,6 +53,8 @@ def work(device: torch.device) -> bool:
         return False
     try:
         return _all_right(device)
+    except torch.OutOfMemoryError as error:
+        raise no_memory() from error
     except Exception:  # whatever a young compiler may raise on a machine it was not tried on
         return False
 
