@@ -13,7 +13,7 @@ def measured_rates() -> dict[str, Any]:
     """TFLOP/s of the matmuls; microseconds and TB/s of the kernels."""
     import torch
 
-    from nanorun.model.kernels import add_rows, fp8, products, rope_norm, stream
+    from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm, stream
     from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
 
     tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
@@ -74,7 +74,7 @@ def measured_rates() -> dict[str, Any]:
     y, g, start, first = (random(tokens, n) for n in (width, width, width, 12))
     *_, inverse = fp8.norm_quantize(y)
     longest = torch.full((2,), 5.0, device="cuda")
-    h8, ht, unit = fp8.relu2_quantize(u, longest, width)
+    h8, ht, unit = relu2.quantize(u, longest, width)
     x8, square = x.to(fp8.E4M3), random(width, width)
     up8, down8 = (random(*shape).to(fp8.E4M3) for shape in ((4 * width, width), (width, 4 * width)))
     parts = fp8.measure(x)
@@ -98,12 +98,12 @@ def measured_rates() -> dict[str, Any]:
         ("stream forward, unmixed", 8 * narrow, lambda: fp8.stream_norm_quantize(x, y, None, None, None)),
         ("stream backward", 10 * narrow, lambda: stream.backward(x, y, inverse, g, first, start, one)),
         ("stream backward, unmixed", 8 * narrow, lambda: stream.backward(x, y, inverse, g, None, None, None)),
-        ("relu2_quantize", 4 * wide, lambda: fp8.relu2_quantize(u, longest, width)),
-        ("relu2_backward", 5 * wide, lambda: fp8.relu2_backward(u, ht, unit, parts, longest)),
+        ("relu2_quantize", 4 * wide, lambda: relu2.quantize(u, longest, width)),
+        ("relu2_backward", 5 * wide, lambda: relu2.backward(u, ht, unit, parts, longest)),
         (
             "the same, h turned as well",
             6 * wide,
-            lambda: fp8.relu2_backward_turning(u, h8, unit, parts, longest),
+            lambda: relu2.backward_turning(u, h8, unit, parts, longest),
         ),
         ("product, then ReLU²", wide + narrow, lambda: products.up_relu2(x8, up8, one, one, longest, width)),
         ("product onto the stream", 6 * narrow, lambda: products.product16(x, square, y)),

@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", type=Path, nargs="?", default=Path("."))
+    parser.add_argument("work", type=Path, nargs="?")
     parser.add_argument(
         "--redraw", type=Path, nargs=2, metavar=("JSON", "PNG"), help="only the picture of a kept result"
     )
@@ -181,8 +181,13 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="shared-32768")
     args = parser.parse_args()
     if args.redraw:
-        draw(json.loads(args.redraw[0].read_text(encoding="utf-8")), args.redraw[1])
+        try:
+            draw(json.loads(args.redraw[0].read_text(encoding="utf-8")), args.redraw[1])
+        except (OSError, ValueError, KeyError, TypeError):
+            parser.error(f"{args.redraw[0]} is not what this script keeps in WORK/results")
         return
+    if args.work is None or not args.work.is_dir():
+        parser.error("WORK must be a folder with text and tokenizer, as NANORUN_HOME is")
     WAYS["fast"]["fp8"] = args.fp8
     args.work = args.work.resolve()
     os.environ["NANORUN_HOME"] = str(args.work)

@@ -391,7 +391,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", type=Path, nargs="?", default=Path("."))
+    parser.add_argument("work", type=Path, nargs="?")
     parser.add_argument("--predict", type=Path, metavar="FILE")
     parser.add_argument("--minutes", type=float, default=18)
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -408,7 +408,6 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="shared-32768")
     args = parser.parse_args()
     ALL_ON["fp8"] = args.fp8
-    args.work = args.work.resolve()
     args.chosen = args.parts.split(",")
     if unknown := set(args.chosen) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
@@ -420,6 +419,9 @@ def main() -> None:
             show_budget(name, budget)
         return
 
+    if args.work is None or not args.work.is_dir():
+        parser.error("WORK must be a folder with text and tokenizer, as NANORUN_HOME is")
+    args.work = args.work.resolve()
     from nanorun.bench.record import record
 
     bench = Bench(args)

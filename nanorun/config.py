@@ -56,9 +56,7 @@ class ModelConfig:
     fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
     pingpong: bool = True  # in eight bits on Hopper, products whose ends overlap with the next one's sums
     fused_relu2: bool = True  # there, too, ReLU² at the end of the product that makes its input
-    fused_residual: bool = (
-        True  # and additions to the stream at the end of theirs (with fused_stream and _rope)
-    )
+    fused_residual: bool = True  # and additions to the stream (needs fused_stream and fused_rope)
     fused_stream: bool = True  # in eight bits, what a half-block adds is added by the next one's norm kernel
     fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
     sparse_tables: bool = True  # on CUDA, gradients of embeddings are added row by row, in place
@@ -83,7 +81,7 @@ class ModelConfig:
 
     def eight_bits(self, possible: bool) -> Fp8:
         """Which matmuls are in eight bits where that was tried or not. `auto` is all of them, from the width on at
-        which it was seen to pay (docs/speed.md, also for what is known of the loss)."""
+        which it was seen to pay, and to learn as well (docs/speed.md)."""
         if self.fp8 != "auto":
             return self.fp8
         return "all" if possible and self.dim >= 768 and self.dim % 16 == 0 else "none"

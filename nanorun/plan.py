@@ -1,27 +1,7 @@
 """Parameters, tokens, memory, minutes and dollars of a run, before anything starts.
 
 Everything follows from the configuration and one line about the device; nothing is built and no GPU touched.
-
-Memory of one GPU at its peak, which is the end of the forward pass of any micro-batch but the first:
-
-    weights      fp32: 4 bytes a parameter
-    gradients    fp32: 4 bytes a parameter
-    optimizer    matrices (Muon): a momentum, 4 bytes, and NorMuon's second moment, a number per row of the
-                 longer side; all else (AdamW): two moments, 8 bytes. Shared out over the GPUs.
-    copies       what matmuls read: matrices and head in the compute dtype
-    activations  what the backward pass needs. torch.compile keeps, for every token and layer (counted in
-                 what its partitioner saves of our model): the stream at three places, both norms' outputs,
-                 queries and keys before and after their norm, values, value embeddings where a layer has
-                 them, attention's output, and the MLP's hidden layer before and after ReLU²: 19 to 20
-                 times the width. With `recompute`, two places of the stream (and value embeddings), and
-                 the rest for one layer at a time.
-    loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
-                 chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits:
-                 instead of that share the gradient of all logits, a byte each
-
-The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
-measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), evaluation, and the
-optimizer's scratch memory, for which the activations have made room by then.
+Memory is counted in memory.py.
 
 Minutes are FLOPs divided by peak FLOP/s times an assumed MFU, which the plan states, and where it is from:
 a kept measurement on the same GPU (bench/results/train-*.json), else the table in hardware.py. For a CPU a step
@@ -40,6 +20,7 @@ from nanorun import console, probe
 from nanorun.config import Config, Horizon, ModelConfig, scale, scale_model
 from nanorun.errors import UserError
 from nanorun.hardware import PRICES_AS_OF, Gpu, find_gpu, named_gpu, this_gpu
+from nanorun.memory import comfortable_rows, deepest, largest_batch, largest_divisor, memory_gb
 
 if TYPE_CHECKING:
     from nanorun.data.dataset import Dataset
@@ -47,14 +28,6 @@ if TYPE_CHECKING:
 
 VOCAB = 32_768  # where nothing says another
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
-
-# Tokens in a micro-batch: 32,768 all but fill an H200 at d12 (65,536 are 3% faster, with 20 GiB instead of 13); a
-# few thousand stay in a CPU's caches.
-_MICRO_TOKENS = {"cuda": 32_768, "mps": 32_768, "cpu": 4_096}
-CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
-_RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
-_USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
-_MOST_ROWS = 4096
 
 _FULL_SPEED_WIDTH = 768  # narrower models leave a GPU waiting: MFU falls with the width (rule of thumb)
 _MANY_GPUS = 0.94  # of one GPU's speed: the record script makes 574k tokens/s a GPU on eight, 608k on one
@@ -234,81 +207,6 @@ def validation_tokens(dataset: "Dataset", tokenizer: "Tokenizer") -> int:
     some = "\n".join(islice(read_texts(dataset.files("val")), 100))[:100_000]
     tokens_per_byte = len(tokenizer.encode(some)) / max(len(some.encode()), 1)
     return max(round(dataset.total("text_bytes", "val") * tokens_per_byte), 1)
-
-
-def comfortable_rows(model: ModelConfig, device: str) -> int:
-    """The micro-batch that keeps a device busy: more would take memory and give nothing."""
-    return max(_MICRO_TOKENS[device] // model.context, 1)
-
-
-def largest_divisor(total: int, at_most: int) -> int:
-    """So that a step is whole micro-batches."""
-    return next(n for n in range(min(at_most, total), 0, -1) if total % n == 0)
-
-
-def memory_gb(
-    model: ModelConfig, rows: int, gpu: Gpu, gpus: int = 1, recompute: bool = False
-) -> dict[str, float]:
-    """Peak memory of one GPU by part, in units of 2^30 bytes, for micro-batches of so many rows."""
-    groups = model.parameters()
-    total, matrices = sum(groups.values()), groups["matrices"]
-    second_moments = model.depth * (4 + 2 * model.mlp_ratio) * model.dim
-    states = matrices + second_moments + 2 * (total - matrices)
-    copies = 0 if gpu.compute_bytes == 4 else gpu.compute_bytes * model.scaling_parameters
-    tokens = rows * model.context
-    logits = min(tokens * model.padded_vocab, CHUNK_LOGITS[gpu.device])
-    logit_bytes = 2 * gpu.compute_bytes if gpu.device == "cuda" else 2 * gpu.compute_bytes + 4 * 4
-    head_gradient = 4 * groups["head"]
-    if gpu.device == "cuda" and model.eight_bits(gpu.fp8_tflops is not None) in ("head", "all"):
-        logit_bytes, head_gradient = gpu.compute_bytes + 1, tokens * model.padded_vocab
-    parts = {
-        "weights": 4 * total,
-        "gradients": 4 * total,
-        "optimizer": 4 * states / gpus,
-        "copies": copies,
-        "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute),
-        "loss": logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + head_gradient,
-    }
-    return {part: size / 2**30 for part, size in parts.items()}
-
-
-def _activation_bytes(model: ModelConfig, item: int, recompute: bool) -> int:
-    """For one token; `item` is the bytes of one activation."""
-    dim, kv_dim = model.dim, model.kv_heads * model.head_dim
-    values = sum(model.has_value_embedding(layer) for layer in range(model.depth)) * kv_dim
-    stream, normed, attention_out = 3 * dim, 2 * dim, dim
-    queries_keys_values = 2 * (dim + kv_dim) + kv_dim
-    hidden = 2 * model.mlp_ratio * dim
-    layer = item * (stream + normed + attention_out + queries_keys_values + hidden)
-    layer += 4 * (model.heads + model.heads + model.kv_heads + 2)  # fp32: attention's sums, the norms' scales
-    around = 3 * dim * item  # the embedding, its norm, the last norm's input
-    if recompute:
-        return around + item * (model.depth * 2 * dim + values) + layer
-    return around + item * values + model.depth * layer
-
-
-def largest_batch(model: ModelConfig, gpu: Gpu, gpus: int = 1, recompute: bool = False) -> int:
-    """The largest power of two of rows that fits, 0 when not even one does."""
-    rows = 0
-    while rows < _MOST_ROWS and _fits(model, max(2 * rows, 1), gpu, gpus, recompute):
-        rows = max(2 * rows, 1)
-    return rows
-
-
-def deepest(
-    gpu: Gpu | str, gpus: int = 1, vocab_size: int = 32768, context: int = 2048, recompute: bool = False
-) -> int:
-    """The largest depth whose model trains with one row at a time, 0 when none does."""
-    gpu = named_gpu(gpu) if isinstance(gpu, str) else gpu
-    depth = 0
-    while depth < 256 and _fits(scale_model(depth + 1, vocab_size, context), 1, gpu, gpus, recompute):
-        depth += 1
-    return depth
-
-
-def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -> bool:
-    total = sum(memory_gb(model, rows, gpu, gpus, recompute).values())
-    return total <= _USABLE[gpu.device] * (gpu.memory_gb - _RESERVE_GB)
 
 
 def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:

@@ -13,15 +13,12 @@ from nanorun import hardware
 from nanorun.config import Horizon, sample_preset, scale
 from nanorun.errors import UserError
 from nanorun.hardware import GPUS
+from nanorun.memory import CHUNK_LOGITS, deepest, largest_batch, memory_gb
 from nanorun.plan import (
-    CHUNK_LOGITS,
     TooLong,
     compare_with_plan,
-    deepest,
-    largest_batch,
     make_plan,
     measured_mfu,
-    memory_gb,
     plan_record,
     plan_table,
     refuse_longer_than,

@@ -81,7 +81,7 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
         device_batch=training.loader.rows,
         attention=sorted({layer.attention.backend for layer in training.model.layers()}),
         fp8=training.model.config.fp8,
-        products="quack" if training.model.products else "cublas" if cuda else None,
+        products=loop.means(training)["products"],
         steps=steps,
         tokens_per_s=round(speed),
         ms_per_step=round(1e3 * median, 2),

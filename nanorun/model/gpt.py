@@ -169,7 +169,7 @@ class Attention(nn.Module):
             stream = stream if config.fused_stream else Stream(stream.settled())
             cos, sin = (table.squeeze(-2) for table in rope)
             heads = (config.heads, config.kv_heads, config.qk_gain)
-            return rope_norm.norm_heads(stream, self.qkv8, weights, kept, cos, sin, *heads)
+            return layers8.norm_heads(stream, self.qkv8, weights, kept, cos, sin, *heads)
         x = stream.settled()
         mixed, gated = layers8.norm_linear(x, self.qkv8, weights, kept)
         return x, *self._heads(mixed, rope), gated

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import compiling, hardware, home, plan
+from nanorun import compiling, hardware, home, memory, plan
 from nanorun.config import Backend, Config, Dtype, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
@@ -252,7 +252,7 @@ def assemble(
     recorded = found.state.get("rows") if found is not None else None
     rows = options.device_batch or recorded or fitting_rows(config, machine)
     per_step = config.train.batch_tokens // config.model.context
-    rows = plan.largest_divisor(per_step, rows)
+    rows = memory.largest_divisor(per_step, rows)
     material = material or text_material(config, tokenizer)
     loader = Loader(
         material.train,
@@ -326,12 +326,12 @@ def make_deterministic() -> None:
 
 def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
     """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
-    wanted = plan.comfortable_rows(config.model, machine.device)
+    wanted = memory.comfortable_rows(config.model, machine.device)
     if machine.device == "cpu":
         return wanted
     found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
     found = found or hardware.this_gpu()
-    fits = plan.largest_batch(config.model, found, 1, config.model.recompute)
+    fits = memory.largest_batch(config.model, found, 1, config.model.recompute)
     if fits < 1:
         raise UserError(
             f"A model of depth {config.model.depth} does not fit the {machine.name} even one row at a time: choose "
@@ -432,7 +432,7 @@ def summarize(t: loop.Training) -> dict[str, Any]:
         "mfu": steps[-1]["mfu"],
         "peak_gib": steps[-1]["memory_gib"],
         "fp8": t.model.config.fp8,
-        "products": "quack" if t.model.products else "cublas" if t.device.type == "cuda" else None,
+        "products": loop.means(t)["products"],
         "skipped_steps": sum(bool(r["skipped"]) for r in steps),
         "device": hardware.detect().name,
         "torch": torch.__version__,

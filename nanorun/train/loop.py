@@ -313,9 +313,8 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     t.guard.load_state_dict(found.state["guard"])
     t.scale.load_state_dict(found.state["scale"])
     before, now = found.state.get("means", {}), means(t)  # an older checkpoint does not say
-    other = [
-        f"{what} was {before[what]} and is {now[what]}" for what in before if before[what] != now.get(what)
-    ]
+    known = (what for what in now if what in before)
+    other = [f"{what} was {before[what]} and is {now[what]}" for what in known if before[what] != now[what]]
     if other:
         say(f"it goes on by other means, and not bit for bit: {'; '.join(other)}")
 

@@ -13,7 +13,7 @@ from nanorun.compiling import compiled
 from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import build
-from nanorun.model.kernels import add_rows, fp8, layers8, rope_norm
+from nanorun.model.kernels import add_rows, fp8, layers8, relu2, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.kernels.stream import Stream
 from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
@@ -125,7 +125,7 @@ def test_compiled_eight_bit_heads_agree_with_float64(shape, own_angles):
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    _, *fast = torch.compile(rope_norm.norm_heads, dynamic=False, fullgraph=True)(
+    _, *fast = torch.compile(layers8.norm_heads, dynamic=False, fullgraph=True)(
         Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
     )
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
@@ -185,11 +185,11 @@ def test_rows_are_added_into_a_table_s_gradient(width):
 
 @pytest.mark.parametrize("shape", [(1, 64), (1001, 768), (32_768, 3072)], ids=str)
 def test_a_hidden_layer_turned_on_the_way_gives_the_same_gradient(shape):
-    h, ht, unit = fp8.relu2_quantize(draw(*shape, dtype=torch.bfloat16), torch.full((2,), 3.0).cuda(), 64)
+    h, ht, unit = relu2.quantize(draw(*shape, dtype=torch.bfloat16), torch.full((2,), 3.0).cuda(), 64)
     dh = draw(*shape, seed=1, size=1e-4, dtype=torch.bfloat16)
     lengths = fp8.measure(dh), torch.full((2,), 3.0).cuda()
-    turned = (*fp8.relu2_backward(dh, ht, unit, *lengths), ht)
-    turning = fp8.relu2_backward_turning(dh, h, unit, *lengths)
+    turned = (*relu2.backward(dh, ht, unit, *lengths), ht)
+    turning = relu2.backward_turning(dh, h, unit, *lengths)
     for one, other in zip(turning, turned, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

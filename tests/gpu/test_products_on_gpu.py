@@ -7,7 +7,7 @@ import torch
 from near import relative_error as relative
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import fp8, layers8, products
+from nanorun.model.kernels import fp8, layers8, products, relu2
 from nanorun.model.kernels.stream import Stream
 
 CUDA = torch.device("cuda")
@@ -61,7 +61,7 @@ def test_relu2_in_the_product_is_relu2_behind_it(shape):
     n, _, unit, _, copies = drawn(*shape)
     h, h_unit = products.up_relu2(n, copies.rows, unit, copies.unit, copies.longest, shape[1])
     u = fp8.multiply(n, copies.rows, unit, copies.unit, torch.bfloat16, True)
-    _, _, same_unit = fp8.relu2_quantize(u, copies.longest, shape[1])
+    _, _, same_unit = relu2.quantize(u, copies.longest, shape[1])
     assert h_unit.item() == same_unit.item()
     rows = slice(max(shape[0] - 512, 0), shape[0])
     wide = (n[rows].double() * unit) @ (copies.rows.double() * copies.unit).T

@@ -15,7 +15,7 @@ import compile_for_hopper as hopper  # first: it turns interpreting off
 import torch
 from triton.runtime.jit import JITFunction
 
-from nanorun.model.kernels import add_rows, fp8, rope_norm, softcap_loss, stream
+from nanorun.model.kernels import add_rows, fp8, relu2, rope_norm, softcap_loss, stream
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -38,9 +38,9 @@ def launch_all(tokens: int, width: int, vocab: int = 32_768) -> None:
         fp8.stream_norm_quantize._init_fn(x, x, *mixed)
         for dfirst in (first, None):
             stream.backward._init_fn(x, x, inverse, x, dfirst, *mixed[:2])
-    _, ht, _ = fp8.relu2_quantize._init_fn(u, two, width)
-    fp8.relu2_backward._init_fn(u, ht, scalar, largest, two)
-    fp8.relu2_backward_turning._init_fn(u, empty(tokens, 4 * width, dtype=fp8.E4M3), scalar, largest, two)
+    _, ht, _ = relu2.quantize._init_fn(u, two, width)
+    relu2.backward._init_fn(u, ht, scalar, largest, two)
+    relu2.backward_turning._init_fn(u, empty(tokens, 4 * width, dtype=fp8.E4M3), scalar, largest, two)
     heads = width // 128
     angle = empty(2048, 64)
     gradients = [empty(tokens, heads, 128) for _ in "qkv"]

@@ -13,7 +13,7 @@ from nanorun.model.gpt import GPT, Means
 from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import fp8, layers8, rope_norm
+from nanorun.model.kernels import fp8, layers8, relu2, rope_norm
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.kernels.stream import Stream
 
@@ -99,14 +99,14 @@ def test_relu_squared_is_quantized_and_its_gradient_follows_from_it(shape):
     weight = draw(4 * width, width, size=width**-0.5)
     copies = copied(weight)
     u = (normed(draw(*shape, seed=1)) @ weight.T).bfloat16()
-    h, ht, unit = fp8.relu2_quantize(u, copies.longest, width)
+    h, ht, unit = relu2.quantize(u, copies.longest, width)
     assert_both_ways(h, ht)
     assert relative_error(meant(h, unit), F.relu(u.double()).square()) < 0.04
     down = draw(width, 4 * width, seed=2)
     g = draw(rows, width, seed=3, size=1e-6)
     dh = (g @ down).bfloat16()
-    du, dut, du_unit = fp8.relu2_backward(dh, ht, unit, fp8.measure(g), copied(down).longest)
-    turning = fp8.relu2_backward_turning(dh, h, unit, fp8.measure(g), copied(down).longest)
+    du, dut, du_unit = relu2.backward(dh, ht, unit, fp8.measure(g), copied(down).longest)
+    turning = relu2.backward_turning(dh, h, unit, fp8.measure(g), copied(down).longest)
     for one, other in zip(turning, (du, dut, du_unit, ht), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     assert_both_ways(du, dut)
@@ -118,7 +118,7 @@ def test_an_input_that_is_a_row_of_weights_is_clipped_not_lost():
     weight = draw(64, 16)
     x = weight[weight.norm(dim=1).argmax()][None]
     u = (normed(x) @ weight.T).bfloat16()
-    h, _, unit = fp8.relu2_quantize(u, copied(weight).longest, 16)
+    h, _, unit = relu2.quantize(u, copied(weight).longest, 16)
     assert u.max().double().square() / 4 == pytest.approx(meant(h, unit).max().item(), rel=0.5)
     assert h.float().isfinite().all()
 
@@ -165,7 +165,7 @@ def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles)
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    _, *fast = rope_norm.norm_heads(Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
+    _, *fast = layers8.norm_heads(Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])
     mixed = F.linear(n, torch.cat(exact[1:]))
@@ -291,12 +291,11 @@ def test_the_copies_follow_the_weights_when_renewed():
     assert len({before, stale, model(*rows_of_text()).item()}) == 3
 
 
-def test_compiled_it_is_one_graph_and_gives_the_same():
+def assert_compiled_gives_the_same(model, other, times=2):
     torch._dynamo.reset()
-    model, other = built(small(fp8="all")), built(small(fp8="all"))
     backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
     compiled = torch.compile(other, dynamic=False, fullgraph=True, backend=backend)
-    for _ in range(2):
+    for _ in range(times):
         losses = [forward(*rows_of_text()) / 64 for forward in (model, compiled)]
         for loss in losses:
             loss.backward()
@@ -304,6 +303,10 @@ def test_compiled_it_is_one_graph_and_gives_the_same():
     truth = dict(model.named_parameters())
     for name, param in other.named_parameters():
         assert (param.grad - truth[name].grad).norm() <= 0.02 * truth[name].grad.norm(), name
+
+
+def test_compiled_it_is_one_graph_and_gives_the_same():
+    assert_compiled_gives_the_same(built(small(fp8="all")), built(small(fp8="all")))
 
 
 ENDINGS = ("pingpong", "fused_relu2", "fused_residual")
@@ -365,14 +368,5 @@ def test_a_model_whose_products_do_more_learns_as_one_whose_do_not(chosen, chang
 
 def test_compiled_a_model_whose_products_do_more_is_one_graph_and_gives_the_same():
     needs_products()
-    torch._dynamo.reset()
-    model, other = built(with_endings(), products=True), built(with_endings(), products=True)
-    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
-    compiled = torch.compile(other, dynamic=False, fullgraph=True, backend=backend)
-    losses = [forward(*rows_of_text()) / 64 for forward in (model, compiled)]
-    for loss in losses:
-        loss.backward()
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
-    truth = dict(model.named_parameters())
-    for name, param in other.named_parameters():
-        assert (param.grad - truth[name].grad).norm() <= 0.02 * truth[name].grad.norm(), name
+    models = [built(with_endings(), products=True) for _ in range(2)]
+    assert_compiled_gives_the_same(*models, times=1)

@@ -50,11 +50,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Of e5m2's 57,344 not all is used: what Cauchy and Schwarz bound are products of numbers already rounded up.
 MOST = {E4M3: 448.0, E5M2: 32_768.0}
 ALIGN = 16  # bytes, of every row that a product reads
-CLIP = 2.0  # how far below its bound x·w is clipped, before the square
 FAST_SUMS = True  # in x·wᵀ and g·w; sums over tokens are long and keep their full precision
 
 TILE = 128  # rows and columns at a time of what is read and written both ways
-SLOPE_COLUMNS = 64  # of the kernel that reads two tensors: a wider tile leaves room for one program at a time
 NORM_ROWS, NORM_COLUMNS = 32, 256  # 76 µs for 32,768 × 768 added, mixed and normed on an H200; 64 × 128: 100
 MEASURED_ROWS, MEASURED_COLUMNS = 16, 256
 
@@ -240,75 +238,6 @@ if triton is not None:
         if tl.program_id(0) == 0:
             tl.store(unit, size)
 
-    @triton.jit
-    def _relu2_kernel(
-        u,
-        longest,
-        reach,
-        q,
-        qt,
-        unit,
-        rows,
-        columns,
-        padded,
-        MOST: tl.constexpr,
-        TILE: tl.constexpr,
-    ):
-        bound = tl.load(longest) * reach
-        size, inverse = power_of_two(bound * bound, MOST)
-        row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        at = row.to(tl.int64)[:, None] * columns + column[None, :]
-        tile = tl.load(u + at, mask=inside, other=0.0).to(tl.float32)
-        tile = tl.where(tile < 0, 0.0, tile)  # comparisons that let NaN pass, here and below
-        tile = tile * tile * inverse
-        tile = tl.where(tile > MOST, MOST, tile)
-        store_both(tile, row, column, q, qt, rows, columns, padded, padded)
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(unit, size)
-
-    @triton.jit
-    def _relu2_backward_kernel(
-        dh,
-        h,
-        ht,
-        h_unit,
-        h_most,
-        largest,
-        longest,
-        q,
-        qt,
-        unit,
-        rows,
-        columns,
-        padded,
-        MOST: tl.constexpr,
-        TILE: tl.constexpr,
-        WIDE: tl.constexpr,
-        TURNS: tl.constexpr,  # h is given as it is, and turned here; else it is given turned
-    ):
-        h_size = tl.load(h_unit)
-        bound = tl.load(largest + 1) * tl.load(longest + 1) * 2 * tl.sqrt(h_most * h_size)
-        size, inverse = power_of_two(bound, MOST)
-        row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-        turned = column.to(tl.int64)[:, None] * padded + row[None, :]
-        at = row.to(tl.int64)[:, None] * columns + column[None, :]
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        if TURNS:
-            hidden = tl.load(h + at, mask=inside, other=0.0).to(tl.float16)
-            value = tl.trans(hidden).to(tl.float32).to(ht.dtype.element_ty)
-            tl.store(ht + turned, value, mask=(column < columns)[:, None] & (row < padded)[None, :])
-        else:
-            there = (column < columns)[:, None] & (row < rows)[None, :]
-            hidden = tl.trans(tl.load(ht + turned, mask=there, other=0.0).to(tl.float16))
-        slope = 2 * tl.sqrt(hidden.to(tl.float32) * h_size)
-        tile = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32) * slope * inverse
-        store_both(tile, row, column, q, qt, rows, columns, padded, padded)
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(unit, size)
-
 
 def both_ways(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Room for (N, D) in eight bits, its transpose, and the unit."""
@@ -357,7 +286,7 @@ def quantize(
 def quantize_into(
     x: Tensor, largest: Tensor | None, bound: float, q: Tensor, qt: Tensor, unit: Tensor
 ) -> None:
-    _quantize_kernel[_tiles(x)](
+    _quantize_kernel[tiles(x)](
         x.contiguous(),
         x if largest is None else largest,
         bound,
@@ -440,90 +369,5 @@ def _norm_quantized(
     return q, qt, unit, inverses
 
 
-@torch.library.custom_op("nanorun::fp8_relu2_quantize", mutates_args=())
-def relu2_quantize(u: Tensor, longest: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(u)² of u = n·wᵀ in e4m3, its transpose and unit; n is normed and `width` wide, longest[0] w's row."""
-    q, qt, unit = both_ways(u, E4M3)
-    reach = math.sqrt(width) / CLIP
-    _relu2_kernel[_tiles(u)](
-        u, longest, reach, q, qt, unit, *u.shape, qt.shape[1], MOST[E4M3], TILE, num_warps=8
-    )
-    return q, qt, unit
-
-
-@relu2_quantize.register_fake
-def _(u: Tensor, longest: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    return both_ways(u, E4M3)
-
-
-@torch.library.custom_op("nanorun::fp8_relu2_backward", mutates_args=())
-def relu2_backward(
-    dh: Tensor, ht: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dh·2√h in e5m2, its transpose and unit, for dh = g·w: `largest` measured of g, longest[1] w's column."""
-    q, qt, unit = both_ways(dh, E5M2)
-    _relu2_backward(dh, ht, ht, h_unit, largest, longest, q, qt, unit, turns=False)
-    return q, qt, unit
-
-
-@relu2_backward.register_fake
-def _(
-    dh: Tensor, ht: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return both_ways(dh, E5M2)
-
-
-def _relu2_backward(
-    dh: Tensor,
-    h: Tensor,
-    ht: Tensor,
-    h_unit: Tensor,
-    largest: Tensor,
-    longest: Tensor,
-    q: Tensor,
-    qt: Tensor,
-    unit: Tensor,
-    turns: bool,
-) -> None:
-    _relu2_backward_kernel[_tiles(dh, SLOPE_COLUMNS)](
-        dh,
-        h,
-        ht,
-        h_unit,
-        MOST[E4M3],
-        largest,
-        longest,
-        q,
-        qt,
-        unit,
-        *dh.shape,
-        qt.shape[1],
-        MOST=MOST[E5M2],
-        TILE=TILE,
-        WIDE=SLOPE_COLUMNS,
-        TURNS=turns,
-        num_warps=8,
-    )
-
-
-@torch.library.custom_op("nanorun::fp8_relu2_backward_turning", mutates_args=())
-def relu2_backward_turning(
-    dh: Tensor, h: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same from h as it is; and its transpose, which the gradient of the weights behind it needs."""
-    q, qt, unit = both_ways(dh, E5M2)
-    ht = torch.empty_like(qt, dtype=E4M3)
-    _relu2_backward(dh, h, ht, h_unit, largest, longest, q, qt, unit, turns=True)
-    return q, qt, unit, ht
-
-
-@relu2_backward_turning.register_fake
-def _(
-    dh: Tensor, h: Tensor, h_unit: Tensor, largest: Tensor, longest: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, qt, unit = both_ways(dh, E5M2)
-    return q, qt, unit, torch.empty_like(qt, dtype=E4M3)
-
-
-def _tiles(x: Tensor, columns: int = TILE) -> tuple[int, int]:
+def tiles(x: Tensor, columns: int = TILE) -> tuple[int, int]:
     return triton.cdiv(x.shape[0], TILE), triton.cdiv(x.shape[1], columns)

@@ -3,14 +3,14 @@
 What goes into a product is quantized by the kernel that makes it (fp8.py), so a layer here begins with the norm of
 the residual stream, or with adding up what is still pending in it (stream.py), and its backward pass ends there.
 
-ReLU² keeps nothing for its backward pass but h = relu(u)² in eight bits, which the product needs anyway:
-the slope 2·relu(u) is 2·√h, and a root halves the relative error. (Where the product squares (products.py), h is
-kept as it is, and turned by the kernel that reads it for the slope.)
+The MLP keeps nothing of its hidden layer but h = relu(u)² in eight bits, which the product needs anyway: the slope
+is 2·√h (relu2.py), and a root halves the relative error. Attention's keeps queries, keys and values as they come
+from the product, and turns and norms them again.
 
 Left in bf16: attention's output projection. Its input comes from attention, so quantizing it is a pass of
 its own, which at 768 wide eats what the faster product gives.
 
-Shapes: N tokens, D width, F hidden width.
+Shapes: N tokens, D width, F hidden width; H heads, K kv heads.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorun.model.kernels import fp8, products, stream, whole
+from nanorun.model.kernels import fp8, products, relu2, rope_norm, stream, whole
 from nanorun.model.kernels.stream import Mixing, Stream
 
 
@@ -138,7 +138,7 @@ class _NormMLP(torch.autograd.Function):
             kept = h
         else:
             u = products.product8(n, up, n_unit, up_unit, x.dtype, pingpong)
-            h, kept, h_unit = fp8.relu2_quantize(u, up_longest, x.shape[1])
+            h, kept, h_unit = relu2.quantize(u, up_longest, x.shape[1])
         ctx.save_for_backward(
             *(s, inverse, start, scale, share),
             *(nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
@@ -158,15 +158,92 @@ class _NormMLP(torch.autograd.Function):
         g, gt, g_unit = fp8.quantize(dy, largest, 0.0, fp8.E5M2)
         dh = products.product8(g, down_columns, g_unit, down_unit, s.dtype, ctx.pingpong)
         if ctx.fused:
-            du, dut, du_unit, ht = fp8.relu2_backward_turning(dh, kept, h_unit, largest, down_longest)
+            du, dut, du_unit, ht = relu2.backward_turning(dh, kept, h_unit, largest, down_longest)
         else:
             ht = kept
-            du, dut, du_unit = fp8.relu2_backward(dh, ht, h_unit, largest, down_longest)
+            du, dut, du_unit = relu2.backward(dh, ht, h_unit, largest, down_longest)
         ddown = fp8.multiply(gt, ht, g_unit, h_unit, torch.float32, False)
         dn = products.product8(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong)
         dup = fp8.multiply(dut, nt, du_unit, n_unit, torch.float32, False)
         before = settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share)
         return *[None] * 6, *before, dup, ddown, *[None] * 8
+
+
+def norm_heads(
+    before: Stream,
+    copies: fp8.Copies,
+    weights: list[Tensor],
+    kept: int,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The stream of (B, T, D), settled; `norm_linear` of it and then `rope_norm.rope_norm`: q, k, v, and the first
+    channels of its norm."""
+    arguments = (*before.flat(), copies.rows, copies.columns, copies.unit, cos, sin)
+    s, q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, copies.pingpong, *weights)
+    batch, time, width = before.x.shape
+    x = s.view(batch, time, width) if before.pending() else before.x
+    q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
+    return x, q, k, v, first.view(batch, time, kept)
+
+
+@whole
+def _norm_heads(*arguments: Any) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = _NormHeads.apply(*arguments)
+    return result
+
+
+class _NormHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (N, D)
+        y: Tensor | None,
+        start: Tensor | None,
+        scale: Tensor | None,
+        share: Tensor | None,
+        done: bool,
+        rows: Tensor,
+        columns: Tensor,
+        unit: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kept: int,
+        heads: int,
+        kv_heads: int,
+        gain: float,
+        pingpong: bool,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share, done)
+        qkv = products.product8(n, rows, n_unit, unit, x.dtype, pingpong)
+        q, k, steepest = rope_norm._forward(qkv, cos, sin, heads, kv_heads, gain, True)
+        ctx.save_for_backward(
+            *(s, inverse, start, scale, share), *(nt, n_unit, columns, unit, qkv, cos, sin, steepest)
+        )
+        ctx.heads, ctx.kv_heads, ctx.gain, ctx.pingpong = heads, kv_heads, gain, pingpong
+        ctx.outputs = [weight.shape[0] for weight in weights]
+        head_dim = q.size(-1)
+        v = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
+        return handed_on(ctx, s), q, k, v, first_channels(s, inverse, kept)
+
+    @staticmethod
+    def backward(
+        ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        s, inverse, start, scale, share, *rest = ctx.saved_tensors
+        nt, n_unit, columns, unit, qkv, cos, sin, steepest = rest
+        gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
+        g, gt, g_unit = rope_norm.backward_fp8(
+            qkv, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
+        )
+        dn = products.product8(g, columns, g_unit, unit, s.dtype, ctx.pingpong)
+        dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
+        before = settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
+        return *before, *[None] * 10, *dweight.split(ctx.outputs)
 
 
 def settle_and_norm(
@@ -193,21 +270,12 @@ def handed_on(ctx: Any, s: Tensor) -> Tensor:
     return s if ctx.pending else s.new_empty(0)
 
 
-def settle_backward(
-    ctx: Any,
-    dn: Tensor,
-    s: Tensor,
-    inverse: Tensor,
-    ds: Tensor,
-    dfirst: Tensor | None,
-    start: Tensor | None,
-    scale: Tensor | None,
-    share: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of what `settle_and_norm` took, from those of s and of its norm."""
+def settle_backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of what `settle_and_norm` took, from what `stream.gradients` takes."""
     if not ctx.pending:
+        dn, s, inverse, _, dfirst, *_ = given
         return norm_backward(dn.float(), s, inverse, dfirst), *[None] * 5
-    dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, start, scale, share)
+    dx, *others = stream.gradients(*given)
     return dx, dx if ctx.adds else None, *others, None
 
 

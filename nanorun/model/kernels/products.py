@@ -6,7 +6,7 @@ two groups of warps take turns ("ping-pong"): while one ends its tile the other 
 
 And the end is a Python function of a sum, so it can do what a kernel of its own would do next. The MLP's hidden
 layer is the widest thing in a block. Its product would write it in sixteen bits, and another kernel would read it
-back to square and round it (fp8.py); here it is squared where it is made, and leaves in eight bits. (x·wᵀ/√unit is
+back to square and round it (relu2.py); here it is squared where it is made, and leaves in eight bits. (x·wᵀ/√unit is
 squared, so that what is written is h/unit.) And what a half-block adds to the residual stream is added where it is
 made, mixed with the start of the stream if the next half-block wants that (stream.py), so that the next norm reads
 one tensor instead of three.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels import fp8, no_memory, whole
+from nanorun.model.kernels import fp8, no_memory, relu2, whole
 
 try:
     import triton
@@ -187,10 +187,10 @@ def _(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
 def up_relu2(
     x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, longest: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """relu(x·wᵀ)² of (N, D) and (F, D) in e4m3, and its unit, as `fp8.relu2_quantize` has them."""
+    """relu(x·wᵀ)² of (N, D) and (F, D) in e4m3, and its unit, as `relu2.quantize` has them."""
     h, unit = _room(x, w, fp8.E4M3)
     factor = torch.empty_like(unit)
-    reach, most = math.sqrt(width) / fp8.CLIP, fp8.MOST[fp8.E4M3]
+    reach, most = math.sqrt(width) / relu2.CLIP, fp8.MOST[fp8.E4M3]
     _squared_factor[(1,)](x_unit, w_unit, longest, reach, unit, factor, MOST=most, num_warps=1)
     _product("squared", x, w, h, factor=factor)
     return h, unit
@@ -229,16 +229,7 @@ def land(
 
 
 @land.register_fake
-def _(
-    h: Tensor,
-    w: Tensor,
-    h_unit: Tensor,
-    w_unit: Tensor,
-    x: Tensor,
-    start: Tensor | None,
-    scale: Tensor | None,
-    share: Tensor | None,
-) -> Tensor:
+def _(h: Tensor, w: Tensor, h_unit: Tensor, w_unit: Tensor, x: Tensor, *mixing: Tensor | None) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import fp8, layers8, products, whole
-from nanorun.model.kernels.stream import Stream
+from nanorun.model.kernels import fp8, whole
 
 try:
     import triton
@@ -101,81 +100,6 @@ class _RopeNorm(torch.autograd.Function):
             ctx.gain,
         )
         return dqkv, None, None, None, None, None
-
-
-def norm_heads(
-    before: Stream,
-    copies: fp8.Copies,
-    weights: list[Tensor],
-    kept: int,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    gain: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The stream of (B, T, D), settled; `layers8.norm_linear` of it and then `rope_norm`: q, k, v, and the first
-    channels of its norm."""
-    arguments = (*before.flat(), copies.rows, copies.columns, copies.unit, cos, sin)
-    s, q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, copies.pingpong, *weights)
-    batch, time, width = before.x.shape
-    x = s.view(batch, time, width) if before.pending() else before.x
-    q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
-    return x, q, k, v, first.view(batch, time, kept)
-
-
-@whole
-def _norm_heads(*arguments: Any) -> tuple[Tensor, ...]:
-    result: tuple[Tensor, ...] = _NormHeads.apply(*arguments)
-    return result
-
-
-class _NormHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (N, D)
-        y: Tensor | None,
-        start: Tensor | None,
-        scale: Tensor | None,
-        share: Tensor | None,
-        done: bool,
-        rows: Tensor,
-        columns: Tensor,
-        unit: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kept: int,
-        heads: int,
-        kv_heads: int,
-        gain: float,
-        pingpong: bool,
-        *weights: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        s, n, nt, n_unit, inverse = layers8.settle_and_norm(ctx, x, y, start, scale, share, done)
-        qkv = products.product8(n, rows, n_unit, unit, x.dtype, pingpong)
-        q, k, steepest = _forward(qkv, cos, sin, heads, kv_heads, gain, True)
-        ctx.save_for_backward(
-            *(s, inverse, start, scale, share), *(nt, n_unit, columns, unit, qkv, cos, sin, steepest)
-        )
-        ctx.heads, ctx.kv_heads, ctx.gain, ctx.pingpong = heads, kv_heads, gain, pingpong
-        ctx.outputs = [weight.shape[0] for weight in weights]
-        head_dim = q.size(-1)
-        v = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
-        return layers8.handed_on(ctx, s), q, k, v, layers8.first_channels(s, inverse, kept)
-
-    @staticmethod
-    def backward(
-        ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        s, inverse, start, scale, share, *rest = ctx.saved_tensors
-        nt, n_unit, columns, unit, qkv, cos, sin, steepest = rest
-        gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
-        g, gt, g_unit = backward_fp8(qkv, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain)
-        dn = products.product8(g, columns, g_unit, unit, s.dtype, ctx.pingpong)
-        dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
-        before = layers8.settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
-        return *before, *[None] * 10, *dweight.split(ctx.outputs)
 
 
 if triton is not None:

@@ -20,6 +20,8 @@ Does not cover: no softcap, or one so large that the exponentials need a maximum
 subtracted; targets past the vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -169,14 +171,7 @@ def softcap_loss_fp8(
 
 
 @softcap_loss_fp8.register_fake
-def _(
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float,
-    vocab_size: int,
-    turned: Tensor,
-    first: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     losses, unit = (logits.new_empty(n, dtype=torch.float32) for n in (logits.shape[0], 1))
     return losses, torch.empty_like(logits, dtype=fp8.E5M2), unit
 
