@@ -58,15 +58,18 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
-        with training.loader, Progress("timing steps", 1 + WARM_STEPS + steps, "step") as bar:
+        tokens = config.train.batch_tokens
+        with training.loader, Progress("timing steps", (1 + WARM_STEPS + steps) * tokens, "tok") as bar:
+            pulses = training.device.type != "cuda"  # there a step may take hours, and says how far it is
+            training.pulse = bar.advance if pulses else training.pulse
             first = loop.train_step(training)
             until_first = time.perf_counter() - begin
-            bar.advance(1)
+            bar.advance(0 if pulses else tokens)
             bar.note(f"first step after {seconds(until_first)}")
             done = []
             for _ in range(WARM_STEPS + steps):
                 done.append(loop.train_step(training))
-                bar.advance(1, f"{done[-1].tokens / done[-1].seconds:,.0f} tokens/s")
+                bar.advance(0 if pulses else tokens, f"{done[-1].tokens / done[-1].seconds:,.0f} tokens/s")
     timed = done[WARM_STEPS:]
     median = statistics.median(step.seconds for step in timed)
     speed = timed[0].tokens / median
