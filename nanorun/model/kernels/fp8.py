@@ -369,5 +369,5 @@ def _norm_quantized(
     return q, qt, unit, inverses
 
 
-def tiles(x: Tensor, columns: int = TILE) -> tuple[int, int]:
-    return triton.cdiv(x.shape[0], TILE), triton.cdiv(x.shape[1], columns)
+def tiles(x: Tensor) -> tuple[int, int]:
+    return triton.cdiv(x.shape[0], TILE), triton.cdiv(x.shape[1], TILE)
