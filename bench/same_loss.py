@@ -1,12 +1,14 @@
 """Does the fast way learn as much from a token? The same run with every fast path on and in plain bf16, some seeds.
 
     python bench/same_loss.py WORK [--tokens 60000000] [--seeds 3] [--together 3] [--minutes 16] [--depth 12]
+                                   [--bf16-of bench/results/same-loss-d12-h200.json]
 
 WORK is a NANORUN_HOME with text and tokenizer. Each run is `nanorun train base` of its own; one that is done is
 not done again, so the script goes on where a lease ended. Several share the GPU, since none is timed. Results
 are written as they come, to WORK/results/same-loss-dDEPTH-GPU.json and .png (both curves, mean and range over
 seeds); the last line printed is the JSON. A seed sets weights and the order of text, so the two ways are compared
 seed by seed: what decides is the mean of the differences in final validation loss, and its standard error.
+After a change of the fast way alone `--bf16-of` takes the plain runs from an earlier result, on the same text.
 """
 
 import argparse
@@ -102,6 +104,10 @@ def result(args: argparse.Namespace) -> dict[str, Any]:
         way: {seed: found for seed in range(args.seeds) if (found := evaluations(args, way, seed))}
         for way in WAYS
     }
+    earlier = {}
+    if args.bf16_of:
+        curves["bf16"] = {int(seed): curve for seed, curve in args.bf16_of["curves"]["bf16"].items()}
+        earlier = {"bf16_of": args.bf16_of.get("bf16_of", args.bf16_of["commit"])}
     finals = {
         way: {seed: curve[-1][1] for seed, curve in by_seed.items() if curve[-1][0] >= 0.98 * args.tokens}
         for way, by_seed in curves.items()
@@ -112,6 +118,7 @@ def result(args: argparse.Namespace) -> dict[str, Any]:
         "same loss",
         depth=args.depth,
         tokens=args.tokens,
+        **earlier,
         ways=WAYS,
         curves=curves,
         final=finals,
@@ -161,6 +168,16 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def kept(path: str) -> dict[str, Any]:
+    """An earlier result of this script."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found["curves"]["bf16"], found["curves"]["fast"], found["seeds"], found["commit"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is not what this script keeps in WORK/results") from error
+    return dict(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -176,18 +193,23 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=16)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--fp8", default="all", help="of the fast way: none, mlp, layers, head or all")
+    parser.add_argument(
+        "--bf16-of", type=kept, metavar="JSON", help="an earlier result, whose plain runs to take"
+    )
     parser.add_argument("--gpu", default="h200", help="its name in the file's")
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")
     args = parser.parse_args()
     if args.redraw:
         try:
-            draw(json.loads(args.redraw[0].read_text(encoding="utf-8")), args.redraw[1])
-        except (OSError, ValueError, KeyError, TypeError):
-            parser.error(f"{args.redraw[0]} is not what this script keeps in WORK/results")
+            draw(kept(str(args.redraw[0])), args.redraw[1])
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
         return
     if args.work is None or not args.work.is_dir():
         parser.error("WORK must be a folder with text and tokenizer, as NANORUN_HOME is")
+    if args.bf16_of and any(args.bf16_of[field] != getattr(args, field) for field in ("tokens", "depth")):
+        parser.error("the runs in --bf16-of have another --depth or --tokens than these")
     WAYS["fast"]["fp8"] = args.fp8
     args.work = args.work.resolve()
     os.environ["NANORUN_HOME"] = str(args.work)

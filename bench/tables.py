@@ -184,7 +184,8 @@ def same_loss(result: dict[str, Any]) -> str:
     mean = f"Mean difference {result['mean_difference']:+.4f}" + (
         f" ± {error:.4f}" if error is not None else ""
     )
-    return f"{table}\n\n{mean} nats a token after {result['tokens']:,} tokens. {footer(result)}"
+    earlier = f" The plain runs are those of {result['bf16_of']}." if "bf16_of" in result else ""
+    return f"{table}\n\n{mean} nats a token after {result['tokens']:,} tokens.{earlier} {footer(result)}"
 
 
 def core_speed(result: dict[str, Any]) -> str:
