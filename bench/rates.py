@@ -83,7 +83,8 @@ def measured_rates() -> dict[str, Any]:
     narrow, wide, whole = tokens * width, 4 * tokens * width, rows * vocab
     qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
     turned = (qkv, angle, angle)
-    *_, steepest = rope_norm._forward(*turned, heads, heads, 1.2, True)
+    nothing = (None, None, None, heads, heads, 1.2)
+    inverses, steepest = rope_norm.turn_in_place(*turned, *nothing)
     gradients = [random(tokens, heads, 128) for _ in "qkv"]
     table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
     common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # as in text, some tokens are everywhere
@@ -112,8 +113,13 @@ def measured_rates() -> dict[str, Any]:
             wide + 6 * narrow,
             lambda: products.land(h8, down8, one, one, x, start, one, one),
         ),
-        ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, False)),
-        ("the same, steepest", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2, True)),
+        ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2)),
+        ("the same in place", 8 * narrow, lambda: rope_norm.turn_in_place(*turned, *nothing)),
+        (
+            "the same, values added",
+            16 * narrow,
+            lambda: rope_norm.turn_in_place(*turned, gate, table, common, heads, heads, 1.2),
+        ),
         (
             "rope_norm backward",
             16 * narrow,
@@ -122,7 +128,9 @@ def measured_rates() -> dict[str, Any]:
         (
             "rope_norm backward_fp8",
             22 * narrow,
-            lambda: rope_norm.backward_fp8(*turned, *gradients, steepest, heads, heads, 1.2),
+            lambda: rope_norm.backward_fp8(
+                qkv, inverses, angle, angle, *gradients, steepest, heads, heads, 1.2
+            ),
         ),
         ("add_rows", 10 * narrow, lambda: add_rows.add_rows(table, picked, x)),
         ("add_rows, common tokens", 10 * narrow, lambda: add_rows.add_rows(table, common, x)),

@@ -112,7 +112,7 @@ class Attention(nn.Module):
         batch, time, _ = stream.x.shape
         config = self.config
         if self.qkv8 is not None and torch.is_grad_enabled():
-            x, q, k, v, gated = self._eight_bit_heads(stream, rope)
+            x, q, k, v, gated, values = self._eight_bit_heads(stream, rope, values)
         else:
             x = stream.settled()
             n = norm(x)
@@ -159,9 +159,10 @@ class Attention(nn.Module):
         return rope_norm.rope_norm(mixed, cos, sin, config.heads, config.kv_heads, config.qk_gain)
 
     def _eight_bit_heads(
-        self, stream: Stream, rope: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The first is the stream, settled, the last are the normed channels that the gate sees."""
+        self, stream: Stream, rope: tuple[Tensor, Tensor], values: Values | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Values | None]:
+        """The first is the stream, settled; last are the normed channels that the gate sees, and `values`, unless they
+        are added already."""
         assert self.qkv8 is not None
         config, weights = self.config, self._qkv_weights()
         kept = VALUE_GATE_CHANNELS if self.value_gate is not None else 0
@@ -169,10 +170,20 @@ class Attention(nn.Module):
             stream = stream if config.fused_stream else Stream(stream.settled())
             cos, sin = (table.squeeze(-2) for table in rope)
             heads = (config.heads, config.kv_heads, config.qk_gain)
-            return layers8.norm_heads(stream, self.qkv8, weights, kept, cos, sin, *heads)
+            gated = self._gated(values)
+            found = layers8.norm_heads(stream, self.qkv8, weights, kept, cos, sin, *heads, gated)
+            return *found, None if gated is not None else values
         x = stream.settled()
-        mixed, gated = layers8.norm_linear(x, self.qkv8, weights, kept)
-        return x, *self._heads(mixed, rope), gated
+        mixed, first = layers8.norm_linear(x, self.qkv8, weights, kept)
+        return x, *self._heads(mixed, rope), first, values
+
+    def _gated(self, values: Values | None) -> layers8.Gated | None:
+        """What a kernel needs to add the values, where their gradients are added in place."""
+        if values is None or self.value_gate is None or values[0].sums is None:
+            return None
+        table, tokens = values
+        assert table.sums is not None
+        return layers8.Gated(self.value_gate.weight, table.weight, table.sums, tokens)
 
     def _qkv_weights(self) -> list[Tensor]:
         return [self.q.weight, self.k.weight, self.v.weight]

@@ -4,8 +4,8 @@ What goes into a product is quantized by the kernel that makes it (fp8.py), so a
 the residual stream, or with adding up what is still pending in it (stream.py), and its backward pass ends there.
 
 The MLP keeps nothing of its hidden layer but h = relu(u)² in eight bits, which the product needs anyway: the slope
-is 2·√h (relu2.py), and a root halves the relative error. Attention's keeps queries, keys and values as they come
-from the product, and turns and norms them again.
+is 2·√h (relu2.py), and a root halves the relative error. Attention's keeps queries, keys and values as attention
+sees them, in the one tensor that the product wrote (rope_norm.py).
 
 Left in bf16: attention's output projection. Its input comes from attention, so quantizing it is a pass of
 its own, which at 768 wide eats what the faster product gives.
@@ -13,13 +13,13 @@ its own, which at 768 wide eats what the faster product gives.
 Shapes: N tokens, D width, F hidden width; H heads, K kv heads.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorun.model.kernels import fp8, products, relu2, rope_norm, stream, whole
+from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm, stream, whole
 from nanorun.model.kernels.stream import Mixing, Stream
 
 
@@ -169,6 +169,15 @@ class _NormMLP(torch.autograd.Function):
         return *[None] * 6, *before, dup, ddown, *[None] * 8
 
 
+class Gated(NamedTuple):
+    """Embeddings that are added to values: 3·sigmoid(w·first channels of the norm) times the word's row."""
+
+    weight: Tensor  # (K, channels)
+    table: Tensor  # (V, K·D)
+    sums: Tensor  # where gradients of the table go (add_rows.py)
+    words: Tensor  # (B, T)
+
+
 def norm_heads(
     before: Stream,
     copies: fp8.Copies,
@@ -179,11 +188,16 @@ def norm_heads(
     heads: int,
     kv_heads: int,
     gain: float,
+    gated: Gated | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The stream of (B, T, D), settled; `norm_linear` of it and then `rope_norm.rope_norm`: q, k, v, and the first
-    channels of its norm."""
+    channels of its norm. With `gated`, v is what `add_rows.add_gated` makes of it."""
     arguments = (*before.flat(), copies.rows, copies.columns, copies.unit, cos, sin)
-    s, q, k, v, first = _norm_heads(*arguments, kept, heads, kv_heads, gain, copies.pingpong, *weights)
+    weight, table, sums, words = gated or (None, None, None, None)
+    values = (weight, table, sums, None if words is None else words.flatten())
+    s, q, k, v, first = _norm_heads(
+        *arguments, kept, heads, kv_heads, gain, copies.pingpong, *values, *weights
+    )
     batch, time, width = before.x.shape
     x = s.view(batch, time, width) if before.pending() else before.x
     q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
@@ -216,34 +230,110 @@ class _NormHeads(torch.autograd.Function):
         kv_heads: int,
         gain: float,
         pingpong: bool,
+        gate_weight: Tensor | None,
+        table: Tensor | None,
+        sums: Tensor | None,
+        words: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share, done)
-        qkv = products.product8(n, rows, n_unit, unit, x.dtype, pingpong)
-        q, k, steepest = rope_norm._forward(qkv, cos, sin, heads, kv_heads, gain, True)
+        first, gate = first_channels(s, inverse, kept), None
+        if gate_weight is not None:
+            gate = 3 * torch.sigmoid(F.linear(first, gate_weight.to(first.dtype)))
+        qkv, inverses, steepest = turned_heads(
+            n, rows, n_unit, unit, x.dtype, pingpong, cos, sin, gate, table, words, heads, kv_heads, gain
+        )
         ctx.save_for_backward(
-            *(s, inverse, start, scale, share), *(nt, n_unit, columns, unit, qkv, cos, sin, steepest)
+            *(s, inverse, start, scale, share),
+            *(
+                nt,
+                n_unit,
+                columns,
+                unit,
+                qkv,
+                inverses,
+                cos,
+                sin,
+                steepest,
+                gate,
+                gate_weight,
+                table,
+                sums,
+                words,
+            ),
         )
         ctx.heads, ctx.kv_heads, ctx.gain, ctx.pingpong = heads, kv_heads, gain, pingpong
         ctx.outputs = [weight.shape[0] for weight in weights]
-        head_dim = q.size(-1)
-        v = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
-        return handed_on(ctx, s), q, k, v, first_channels(s, inverse, kept)
+        q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], dim=1)
+        return handed_on(ctx, s), q, k, v, first
 
     @staticmethod
     def backward(
         ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor
     ) -> tuple[Tensor | None, ...]:
         s, inverse, start, scale, share, *rest = ctx.saved_tensors
-        nt, n_unit, columns, unit, qkv, cos, sin, steepest = rest
+        nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest, *gated = rest
+        gate, gate_weight, table, sums, words = gated
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
+        dgate_weight: Tensor | None = None
+        if gate is not None:
+            dgate = add_rows.gated_backward(sums, gradients[2], gate, table, words)
+            wide = gate.float()
+            inner = (dgate.float() * wide * (1 - wide / 3)).to(s.dtype)  # through the sigmoid
+            kept = gate_weight.shape[1]
+            dgate_weight = (inner.t() @ first_channels(s, inverse, kept)).float()
+            dfirst = dfirst + inner @ gate_weight.to(s.dtype)
         g, gt, g_unit = rope_norm.backward_fp8(
-            qkv, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
+            qkv, inverses, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
         )
         dn = products.product8(g, columns, g_unit, unit, s.dtype, ctx.pingpong)
         dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
         before = settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
-        return *before, *[None] * 10, *dweight.split(ctx.outputs)
+        return *before, *[None] * 10, dgate_weight, *[None] * 3, *dweight.split(ctx.outputs)
+
+
+@torch.library.custom_op("nanorun::fp8_turned_heads", mutates_args=())
+def turned_heads(
+    n: Tensor,
+    w: Tensor,
+    n_unit: Tensor,
+    w_unit: Tensor,
+    dtype: torch.dtype,
+    pingpong: bool,
+    cos: Tensor,
+    sin: Tensor,
+    gate: Tensor | None,
+    table: Tensor | None,
+    words: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """n·wᵀ of (N, D) and ((H + 2K)·head_dim, D) in eight bits, and what `rope_norm.turn_in_place` does to it. One
+    operator, so that no compiler has to find out that nothing needs to be copied."""
+    qkv = products.product8(n, w, n_unit, w_unit, dtype, pingpong)
+    return qkv, *rope_norm.turn_in_place(qkv, cos, sin, gate, table, words, heads, kv_heads, gain)
+
+
+@turned_heads.register_fake
+def _(
+    n: Tensor,
+    w: Tensor,
+    n_unit: Tensor,
+    w_unit: Tensor,
+    dtype: torch.dtype,
+    pingpong: bool,
+    cos: Tensor,
+    sin: Tensor,
+    gate: Tensor | None,
+    table: Tensor | None,
+    words: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = n.new_empty(n.shape[0], w.shape[0], dtype=dtype)
+    return qkv, *rope_norm.scales_of(qkv, heads, kv_heads)
 
 
 def settle_and_norm(

@@ -9,12 +9,17 @@ Backward, it writes all of dq, dk and dv into the one tensor that the matmul rea
     y = gain·r·s         s = (mean(r²) + eps)^-½
     dr = gain·s·(dy - r·s²·mean(dy·r))        dx = rotate back(dr)
 
-In eight bits (fp8.py) the backward kernel writes e5m2, as it is and transposed. Its scale must be known before:
-|dx| ≤ gain·s·√D·max|dy| for queries and keys, with the steepest s of all tokens and heads, which the forward
-kernel finds on its way. It stands in a few slots whose maximum is meant, since a maximum does not depend on
-the order of what is written.
+For layers in eight bits (layers8.py) queries and keys are turned where they lie, so that attention and the backward
+pass keep one tensor: with y and s there is no need of x,
 
-The values are not changed: they come back as a view. `reference` is the same in plain PyTorch, and the truth.
+    dr = gain·s·(dy - y·mean(dy·y)/gain²)
+
+and a layer with embeddings of values adds them on the same way, times their gate. The backward kernel then writes
+e5m2, as it is and transposed (fp8.py). Its scale must be known before: |dx| ≤ gain·s·√D·max|dy| for queries and keys,
+with the steepest s of all tokens and heads, which the forward kernel finds on its way. It stands in a few slots
+whose maximum is meant, since a maximum does not depend on the order of what is written.
+
+Otherwise values are not changed: they come back as a view. `reference` is the same in plain PyTorch, and the truth.
 Shapes: N tokens (B·T), H heads, K kv heads, D head dimension; qkv is (N, (H + 2K)·D).
 """
 
@@ -81,7 +86,7 @@ class _RopeNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(qkv, cos, sin)
         ctx.heads, ctx.kv_heads, ctx.gain = heads, kv_heads, gain
-        q, k, _ = _forward(qkv, cos, sin, heads, kv_heads, gain, False)
+        q, k = _forward(qkv, cos, sin, heads, kv_heads, gain)
         head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
         return q, k, qkv[..., (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
 
@@ -111,7 +116,11 @@ if triton is not None:
         sin,
         q,
         k,
+        inverses,
         steepest,
+        gate,
+        values,
+        words,
         tokens,
         table,
         gain,
@@ -120,15 +129,29 @@ if triton is not None:
         KV_HEADS: tl.constexpr,
         DIM: tl.constexpr,
         TOKENS: tl.constexpr,
-        SLOTS: tl.constexpr,
+        SLOTS: tl.constexpr,  # 0: q and k are tensors of their own; else they are turned in place
+        VALUES: tl.constexpr,
     ):
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         head = tl.program_id(1)
         half = tl.arange(0, DIM // 2)
         inside = (token < tokens)[:, None]
-        at = token.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + half[None, :]
+        row = token.to(tl.int64)[:, None]
+        at = row * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + half[None, :]
         a = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(qkv + at + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+        if VALUES:  # noqa: SIM102, since the first is decided when it is compiled
+            if head >= HEADS + KV_HEADS:
+                kv = head - HEADS - KV_HEADS
+                share = tl.load(gate + row * KV_HEADS + kv, mask=inside, other=0.0).to(tl.float32)
+                word = tl.load(words + row, mask=inside, other=0).to(tl.int64)
+                of = values + word * (KV_HEADS * DIM) + kv * DIM + half[None, :]
+                a += share * tl.load(of, mask=inside, other=0.0).to(qkv.dtype.element_ty).to(tl.float32)
+                of += DIM // 2
+                b += share * tl.load(of, mask=inside, other=0.0).to(qkv.dtype.element_ty).to(tl.float32)
+                tl.store(qkv + at, a.to(qkv.dtype.element_ty), mask=inside)
+                tl.store(qkv + at + DIM // 2, b.to(qkv.dtype.element_ty), mask=inside)
+                return
         angle = (token % table)[:, None] * (DIM // 2) + half[None, :]
         c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
@@ -139,25 +162,14 @@ if triton is not None:
         if SLOTS > 0:
             slot = (tl.program_id(0) + head * tl.num_programs(0)) % SLOTS
             tl.atomic_max(steepest + slot, tl.max(tl.where(token < tokens, inverse, 0.0), 0))
-        if head < HEADS:
-            to = q + token.to(tl.int64)[:, None] * (HEADS * DIM) + head * DIM + half[None, :]
-            tl.store(to, (ra * scale).to(q.dtype.element_ty), mask=inside)
-            tl.store(to + DIM // 2, (rb * scale).to(q.dtype.element_ty), mask=inside)
+            tl.store(inverses + token.to(tl.int64) * (HEADS + KV_HEADS) + head, inverse, mask=token < tokens)
+            to = qkv + at
+        elif head < HEADS:
+            to = q + row * (HEADS * DIM) + head * DIM + half[None, :]
         else:
-            to = k + token.to(tl.int64)[:, None] * (KV_HEADS * DIM) + (head - HEADS) * DIM + half[None, :]
-            tl.store(to, (ra * scale).to(q.dtype.element_ty), mask=inside)
-            tl.store(to + DIM // 2, (rb * scale).to(q.dtype.element_ty), mask=inside)
-
-    @triton.jit
-    def _turned_back(a, b, c, s, da, db, gain, eps, DIM: tl.constexpr):
-        """From the gradient of a head's two halves to that of what they were made of."""
-        ra = a * c + b * s
-        rb = b * c - a * s
-        inverse = tl.rsqrt(tl.sum(ra * ra + rb * rb, 1) / DIM + eps)[:, None]
-        shared = (tl.sum(da * ra + db * rb, 1) / DIM)[:, None] * inverse * inverse
-        dra = gain * inverse * (da - ra * shared)
-        drb = gain * inverse * (db - rb * shared)
-        return dra * c - drb * s, drb * c + dra * s
+            to = k + row * (KV_HEADS * DIM) + (head - HEADS) * DIM + half[None, :]
+        tl.store(to, (ra * scale).to(qkv.dtype.element_ty), mask=inside)
+        tl.store(to + DIM // 2, (rb * scale).to(qkv.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _backward_kernel(
@@ -199,9 +211,14 @@ if triton is not None:
             angle = (token % table)[:, None] * (DIM // 2) + half[None, :]
             c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
             s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-            dxa, dxb = _turned_back(a, b, c, s, da, db, gain, eps, DIM)
-            tl.store(dqkv + at, dxa.to(dqkv.dtype.element_ty), mask=inside)
-            tl.store(dqkv + at + DIM // 2, dxb.to(dqkv.dtype.element_ty), mask=inside)
+            ra = a * c + b * s
+            rb = b * c - a * s
+            inverse = tl.rsqrt(tl.sum(ra * ra + rb * rb, 1) / DIM + eps)[:, None]
+            shared = (tl.sum(da * ra + db * rb, 1) / DIM)[:, None] * inverse * inverse
+            dra = gain * inverse * (da - ra * shared)
+            drb = gain * inverse * (db - rb * shared)
+            tl.store(dqkv + at, (dra * c - drb * s).to(dqkv.dtype.element_ty), mask=inside)
+            tl.store(dqkv + at + DIM // 2, (drb * c + dra * s).to(dqkv.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _largest_kernel(dq, dk, dv, largest, q_size, k_size, v_size, AT_ONCE: tl.constexpr):
@@ -218,7 +235,8 @@ if triton is not None:
 
     @triton.jit
     def _backward_fp8_kernel(
-        qkv,
+        turned,
+        inverses,
         cos,
         sin,
         dq,
@@ -234,7 +252,6 @@ if triton is not None:
         padded,
         table,
         gain,
-        eps,
         HEADS: tl.constexpr,
         KV_HEADS: tl.constexpr,
         DIM: tl.constexpr,
@@ -242,8 +259,8 @@ if triton is not None:
         SLOTS: tl.constexpr,
         MOST: tl.constexpr,
     ):
-        turned = tl.maximum(tl.load(largest), tl.load(largest + 1))
-        bound = tl.maximum(turned * fp8.largest_of(steepest, SLOTS) * reach, tl.load(largest + 2))
+        queries_keys = tl.maximum(tl.load(largest), tl.load(largest + 1))
+        bound = tl.maximum(queries_keys * fp8.largest_of(steepest, SLOTS) * reach, tl.load(largest + 2))
         size, scale = fp8.power_of_two(bound, MOST)
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         head = tl.program_id(1)
@@ -262,12 +279,16 @@ if triton is not None:
             da = tl.load(of, mask=inside, other=0.0).to(tl.float32)
             db = tl.load(of + DIM // 2, mask=inside, other=0.0).to(tl.float32)
             at = row * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + half[None, :]
-            a = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(qkv + at + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+            ya = tl.load(turned + at, mask=inside, other=0.0).to(tl.float32)
+            yb = tl.load(turned + at + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+            inverse = tl.load(inverses + row * (HEADS + KV_HEADS) + head, mask=inside, other=0.0)
             angle = (token % table)[:, None] * (DIM // 2) + half[None, :]
             c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
             s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-            dxa, dxb = _turned_back(a, b, c, s, da, db, gain, eps, DIM)
+            shared = (tl.sum(da * ya + db * yb, 1) / (DIM * gain * gain))[:, None]
+            dra = gain * inverse * (da - ya * shared)
+            drb = gain * inverse * (db - yb * shared)
+            dxa, dxb = dra * c - drb * s, drb * c + dra * s
         columns: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
         first = head * DIM + half
         fp8.store_both(dxa * scale, token, first, out, out_t, tokens, columns, padded, padded)
@@ -278,19 +299,80 @@ if triton is not None:
 
 @torch.library.custom_op("nanorun::rope_norm_forward", mutates_args=())
 def _forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float, steep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and, if asked for, the slots of the steepest norm."""
-    q, k, steepest = _turned_room(qkv, heads, kv_heads, steep)
-    head_dim = q.size(-1)
-    tokens = q.numel() // (heads * head_dim)
-    _forward_kernel[(triton.cdiv(tokens, TOKENS), heads + kv_heads)](
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, each a tensor of its own."""
+    q, k = _room(qkv, heads, kv_heads)
+    nothing = cos.new_empty(0, dtype=torch.float32)
+    _launch_forward(qkv, cos, sin, q, k, nothing, nothing, None, None, None, heads, kv_heads, gain)
+    return q, k
+
+
+@_forward.register_fake
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float) -> tuple[Tensor, Tensor]:
+    return _room(qkv, heads, kv_heads)
+
+
+def _room(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
+    q, k = (qkv.new_empty(*qkv.shape[:-1], n, head_dim) for n in (heads, kv_heads))
+    return q, k
+
+
+def turn_in_place(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    gate: Tensor | None,
+    values: Tensor | None,
+    words: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> tuple[Tensor, Tensor]:
+    """In (N, (H + 2K)·D) qkv: queries and keys are turned and normed; with gate (N, K), each word's row of values
+    (V, K·D) times it is added to v. Returns what each head was multiplied by, (N, H + K), and slots of the largest."""
+    inverses, steepest = scales_of(qkv, heads, kv_heads)
+    _launch_forward(
+        qkv, cos, sin, qkv, qkv, inverses, steepest.zero_(), gate, values, words, heads, kv_heads, gain
+    )
+    return inverses, steepest
+
+
+def scales_of(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Room for what `turn_in_place` returns."""
+    inverses = qkv.new_empty(qkv.shape[0], heads + kv_heads, dtype=torch.float32)
+    return inverses, qkv.new_empty(SLOTS, dtype=torch.float32)
+
+
+def _launch_forward(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q: Tensor,
+    k: Tensor,
+    inverses: Tensor,
+    steepest: Tensor,
+    gate: Tensor | None,
+    values: Tensor | None,
+    words: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+) -> None:
+    tokens, head_dim = qkv.numel() // qkv.size(-1), qkv.size(-1) // (heads + 2 * kv_heads)
+    turned = heads + kv_heads if gate is None else heads + 2 * kv_heads
+    _forward_kernel[(triton.cdiv(tokens, TOKENS), turned)](
         qkv,
         cos,
         sin,
         q,
         k,
-        steepest.zero_(),
+        inverses,
+        steepest,
+        qkv if gate is None else gate.contiguous(),
+        qkv if values is None else values,
+        qkv if words is None else words.contiguous(),
         tokens,
         *_shape(qkv, cos, gain),
         heads,
@@ -298,24 +380,8 @@ def _forward(
         head_dim,
         TOKENS,
         SLOTS=steepest.numel(),
+        VALUES=gate is not None,
         num_warps=4,
-    )
-    return q, k, steepest
-
-
-@_forward.register_fake
-def _(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float, steep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _turned_room(qkv, heads, kv_heads, steep)
-
-
-def _turned_room(qkv: Tensor, heads: int, kv_heads: int, steep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
-    return (
-        qkv.new_empty(*qkv.shape[:-1], heads, head_dim),
-        qkv.new_empty(*qkv.shape[:-1], kv_heads, head_dim),
-        qkv.new_empty(SLOTS if steep else 0, dtype=torch.float32),
     )
 
 
@@ -370,7 +436,8 @@ def _(
 
 @torch.library.custom_op("nanorun::rope_norm_backward_fp8", mutates_args=())
 def backward_fp8(
-    qkv: Tensor,
+    turned: Tensor,
+    inverses: Tensor,
     cos: Tensor,
     sin: Tensor,
     dq: Tensor,
@@ -381,17 +448,18 @@ def backward_fp8(
     kv_heads: int,
     gain: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of (N, (H + 2K)·D) qkv in e5m2, its transpose and the unit."""
-    head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
-    tokens = qkv.shape[0]
-    out, out_t, unit = fp8.both_ways(qkv, fp8.E5M2)
-    largest = qkv.new_zeros(3, dtype=torch.float32)
+    """The gradient of (N, (H + 2K)·D) qkv in e5m2, its transpose and the unit, from what `turn_in_place` made of it."""
+    head_dim = turned.size(-1) // (heads + 2 * kv_heads)
+    tokens = turned.shape[0]
+    out, out_t, unit = fp8.both_ways(turned, fp8.E5M2)
+    largest = turned.new_zeros(3, dtype=torch.float32)
     programs = triton.cdiv(max(gradient.numel() for gradient in (dq, dk, dv)), MEASURED)
     _largest_kernel[(programs, 3)](
         dq, dk, dv, largest, dq.numel(), dk.numel(), dv.numel(), MEASURED, num_warps=8
     )
     _backward_fp8_kernel[(triton.cdiv(tokens, TILE_TOKENS), heads + 2 * kv_heads)](
-        qkv,
+        turned,
+        inverses,
         cos,
         sin,
         dq,
@@ -405,7 +473,7 @@ def backward_fp8(
         unit,
         tokens,
         out_t.shape[1],
-        *_shape(qkv, cos, gain),
+        *_shape(turned, cos, gain)[:2],
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=head_dim,
@@ -419,7 +487,8 @@ def backward_fp8(
 
 @backward_fp8.register_fake
 def _(
-    qkv: Tensor,
+    turned: Tensor,
+    inverses: Tensor,
     cos: Tensor,
     sin: Tensor,
     dq: Tensor,
@@ -430,7 +499,7 @@ def _(
     kv_heads: int,
     gain: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return fp8.both_ways(qkv, fp8.E5M2)
+    return fp8.both_ways(turned, fp8.E5M2)
 
 
 def _shape(qkv: Tensor, cos: Tensor, gain: float) -> tuple[int, float, float]:
