@@ -48,6 +48,11 @@ class Gpu:
         """Of one activation: training is in fp32 on a CPU and on Apple's GPU (train.base.compute_dtype)."""
         return 2 if self.device == "cuda" else 4
 
+    @property
+    def eight_bits(self) -> bool:
+        """Whether matmuls are in eight bits unless told otherwise: where that was tried (model/kernels/fp8.py)."""
+        return self.name.startswith(("h100", "h200"))
+
 
 # Dollars are an assumption: typical on-demand prices of specialised clouds for one device, rounded. The
 # large clouds ask two or three times as much, spot markets half.

@@ -11,23 +11,25 @@ Memory of one GPU at its peak, which is the end of the forward pass of any micro
                  what its partitioner saves of our model): the stream at three places, both norms' outputs,
                  queries and keys before and after their norm, values, value embeddings where a layer has
                  them, attention's output, and the MLP's hidden layer before and after ReLU²: 19 to 20
-                 times the width. With `recompute`, two places of the stream, and the rest for one layer at
-                 a time.
+                 times the width. In eight bits less (model/kernels/layers8.py): the stream at two places, queries,
+                 keys and values once, attention's output, and a byte for each number of both norms and of the
+                 hidden layer after ReLU²: 18 bytes times the width instead of 39. With `recompute`, two places of
+                 the stream, and the rest for one layer at a time.
     loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
-                 chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits:
-                 instead of that share the gradient of all logits, a byte each
+                 chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits,
+                 logits are of half a chunk, and their gradient is a byte, twice
 
 The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
 measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), evaluation, and the
 optimizer's scratch memory, for which the activations have made room by then.
 """
 
-from nanorun.config import ModelConfig, scale_model
+from nanorun.config import Fp8, ModelConfig, scale_model
 from nanorun.hardware import Gpu, named_gpu
 
-# Tokens in a micro-batch: 32,768 all but fill an H200 at d12 (65,536 are 3% faster, with 20 GiB instead of 13); a
-# few thousand stay in a CPU's caches.
-_MICRO_TOKENS = {"cuda": 32_768, "mps": 32_768, "cpu": 4_096}
+# Tokens in a micro-batch: a d12 is 3% faster on an H200 with 65,536 than with half of that; a few thousand stay in a
+# CPU's caches.
+_MICRO_TOKENS = {"cuda": 65_536, "mps": 32_768, "cpu": 4_096}
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
 _USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
@@ -57,27 +59,35 @@ def memory_gb(
     logits = min(tokens * model.padded_vocab, CHUNK_LOGITS[gpu.device])
     logit_bytes = 2 * gpu.compute_bytes if gpu.device == "cuda" else 2 * gpu.compute_bytes + 4 * 4
     head_gradient = 4 * groups["head"]
-    if gpu.device == "cuda" and model.eight_bits(gpu.fp8_tflops is not None) in ("head", "all"):
-        logit_bytes, head_gradient = gpu.compute_bytes + 1, tokens * model.padded_vocab
+    eight_bits = model.eight_bits(gpu.eight_bits) if gpu.device == "cuda" else "none"
+    if eight_bits in ("head", "all"):
+        logit_bytes, head_gradient = gpu.compute_bytes // 2 + 2, 2 * head_gradient
     parts = {
         "weights": 4 * total,
         "gradients": 4 * total,
         "optimizer": 4 * states / gpus,
         "copies": copies,
-        "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute),
+        "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute, eight_bits),
         "loss": logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + head_gradient,
     }
     return {part: size / 2**30 for part, size in parts.items()}
 
 
-def _activation_bytes(model: ModelConfig, item: int, recompute: bool) -> int:
+def _activation_bytes(model: ModelConfig, item: int, recompute: bool, eight_bits: Fp8) -> int:
     """For one token; `item` is the bytes of one activation."""
     dim, kv_dim = model.dim, model.kv_heads * model.head_dim
     values = sum(model.has_value_embedding(layer) for layer in range(model.depth)) * kv_dim
     stream, normed, attention_out = 3 * dim, 2 * dim, dim
     queries_keys_values = 2 * (dim + kv_dim) + kv_dim
     hidden = 2 * model.mlp_ratio * dim
-    layer = item * (stream + normed + attention_out + queries_keys_values + hidden)
+    bytes_alone = 0
+    if eight_bits != "none":
+        hidden, bytes_alone = 0, (1 + model.mlp_ratio) * dim
+        normed -= dim
+    if eight_bits not in ("none", "mlp"):
+        stream, normed, queries_keys_values, values = 2 * dim, 0, dim + 2 * kv_dim, 0
+        bytes_alone += dim
+    layer = item * (stream + normed + attention_out + queries_keys_values + hidden) + bytes_alone
     layer += 4 * (model.heads + model.heads + model.kv_heads + 2)  # fp32: attention's sums, the norms' scales
     around = 3 * dim * item  # the embedding, its norm, the last norm's input
     if recompute:

@@ -212,7 +212,7 @@ def validation_tokens(dataset: "Dataset", tokenizer: "Tokenizer") -> int:
 def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:
     mfu, source = gpu.mfu, f"assumed for {gpu.name}"
     speed = _speed_of_width(model.dim)
-    eight_bits = model.eight_bits(gpu.fp8_tflops is not None)
+    eight_bits = model.eight_bits(gpu.eight_bits)
     measured = measured_mfu(gpu, model.depth, results, eight_bits) or measured_mfu(gpu, model.depth, results)
     if measured is not None:
         mfu, depth, source = measured

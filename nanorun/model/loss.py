@@ -15,8 +15,7 @@ Gradients in the forward pass. The backward pass would need the forgotten logits
 more matmul. But the loss is a sum: its gradient dz = (softmax(c) - onehot)·(1 - tanh²) is known as soon as
 the logits are, up to one factor that comes from above. So each chunk gives its share of dx = dz·W and of
 dW = dzᵀ·x at once, dx and dW are what is kept (N·D and V·D numbers, not N·V), and the backward pass only
-multiplies them by that factor. dW is summed over chunks in float32, whatever the compute dtype. (In eight bits dz
-is a byte a logit, so all of it is kept after all, and dW is one product over all chunks in the backward pass.)
+multiplies them by that factor. dW is summed over chunks in float32, whatever the compute dtype.
 
 A chunk is three matmuls and, between them, work that a compiler can make one kernel of: a row of logits is
 read to sum exp(c), read again (still in cache) and replaced by dz. So the code for it is plain and without
@@ -106,8 +105,6 @@ def chunked_loss(
         )
     if learns and copies is not None:
         assert softcap is not None
-        if size % fp8.ALIGN and size < rows.shape[0]:
-            raise ValueError(f"chunks of {size} rows: in eight bits each must be a multiple of {fp8.ALIGN}")
         return _eight_bit_loss(
             rows,
             weight,
@@ -190,8 +187,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _EightBitLoss(torch.autograd.Function):
-    """The same in eight bits. What is kept is dx in 16, and dz in 8, transposed: all chunks' side by side, so that dW
-    is one product in the backward pass, which scales it as well, and not a sum over chunks."""
+    """The same in eight bits. Logits, which are not, come half a chunk at a time: their gradient is half as large, and
+    the products that it goes into want many rows."""
 
     @staticmethod
     def forward(
@@ -209,30 +206,34 @@ class _EightBitLoss(torch.autograd.Function):
         pingpong: bool,
     ) -> Tensor:
         exact = weight.to(x.dtype) if exact_logits else None
-        q, qt, unit = fp8.quantize(x, None, math.sqrt(x.shape[1]), fp8.E4M3)
-        dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
+        half = fp8.padded(-(-size // 2))
         losses, dx_chunks = [], []
-        for first in range(0, x.shape[0], size):
-            rows = slice(first, first + size)
-            if exact is not None:
-                logits = x[rows] @ exact.T
-            else:
-                logits = products.product8(q[rows], head, unit, head_unit, x.dtype, pingpong)
-            loss, dz, dz_unit = softcap_loss.softcap_loss_fp8(
-                logits, targets[rows], softcap, vocab_size, dzt, first
-            )
-            del logits
-            losses.append(loss.sum())
+        dweight = torch.zeros_like(weight)
+        for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
+            q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
+            dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
+            dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
+            for first in range(0, q.shape[0], half):
+                rows = slice(first, first + half)
+                if exact is not None:
+                    logits = x_chunk[rows] @ exact.T
+                else:
+                    logits = products.product8(q[rows], head, unit, head_unit, x.dtype, pingpong)
+                loss, dz_unit = softcap_loss.softcap_loss_fp8(
+                    logits, target_chunk[rows], softcap, vocab_size, dz, dzt, first
+                )
+                del logits
+                losses.append(loss.sum())
             dx_chunks.append(fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False))
-        ctx.save_for_backward(torch.cat(dx_chunks), dzt, dz_unit, qt, unit)
+            fp8.add_product(dweight, dzt, qt, dz_unit, unit)
+        ctx.save_for_backward(torch.cat(dx_chunks), dweight)
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dzt, dz_unit, qt, unit = ctx.saved_tensors
-        dweight = fp8.multiply(dzt, qt, dz_unit * grad_output.float(), unit, torch.float32, False)
-        return _scaled(dx, grad_output), dweight, *[None] * 9
+        dx, dweight = ctx.saved_tensors
+        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 9
 
 
 def can_fuse(softcap: float | None) -> bool:

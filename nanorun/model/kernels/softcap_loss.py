@@ -131,23 +131,22 @@ def _(logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("nanorun::softcap_loss_fp8", mutates_args={"turned"})
+@torch.library.custom_op("nanorun::softcap_loss_fp8", mutates_args={"gradient", "turned"})
 def softcap_loss_fp8(
     logits: Tensor,
     targets: Tensor,
     softcap: float,
     vocab_size: int,
+    gradient: Tensor,
     turned: Tensor,
     first: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each row of (n, V) logits; its gradient (n, V) in e5m2, and the unit.
-
-    Transposed, the gradient is written into columns of `turned` (V, N), from the first of these rows on.
-    """
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row of (n, V) logits, and the unit of its gradient in e5m2, which is written into rows of
+    `gradient` (N, V) and, transposed, into columns of `turned` (V, N), from `first` on."""
     rows, columns = logits.shape
     losses, totals = _rows(logits, targets, softcap, vocab_size, gradient=False)
-    q, unit = logits.new_empty(rows, columns, dtype=fp8.E5M2), logits.new_empty(1, dtype=torch.float32)
-    qt = turned[:, first:]
+    unit = logits.new_empty(1, dtype=torch.float32)
+    q, qt = gradient[first:], turned[:, first:]
     _gradient_tile[(triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
         logits,
         targets,
@@ -167,13 +166,13 @@ def softcap_loss_fp8(
         FAST=_fast(logits),
         num_warps=8,
     )
-    return losses, q, unit
+    return losses, unit
 
 
 @softcap_loss_fp8.register_fake
-def _(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     losses, unit = (logits.new_empty(n, dtype=torch.float32) for n in (logits.shape[0], 1))
-    return losses, torch.empty_like(logits, dtype=fp8.E5M2), unit
+    return losses, unit
 
 
 def _rows(
