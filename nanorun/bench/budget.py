@@ -113,7 +113,8 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
         "loss": 6 * vocab if in_head else 4 * vocab + 12 * vocab * dim / CHUNK_TOKENS,
         "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
         "gradient accumulation": (0 if config.sparse_tables else 3 * table_bytes)
-        + 12 * matrices / shape.micro_tokens,
+        + 12 * matrices / shape.micro_tokens
+        + (12 * vocab * dim / CHUNK_TOKENS if in_head else 0),
         "casts": 0.0
         if config.cast_once
         else 12 * sum(n for k, n in parameters.items() if k not in eight) / shape.micro_tokens,
