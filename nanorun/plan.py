@@ -20,7 +20,7 @@ from nanorun import console, probe
 from nanorun.config import Config, Horizon, ModelConfig, scale, scale_model
 from nanorun.errors import UserError
 from nanorun.hardware import PRICES_AS_OF, Gpu, find_gpu, named_gpu, this_gpu
-from nanorun.memory import comfortable_rows, deepest, largest_batch, largest_divisor, memory_gb
+from nanorun.memory import comfortable_rows, deepest, eight_bits, largest_batch, largest_divisor, memory_gb
 
 if TYPE_CHECKING:
     from nanorun.data.dataset import Dataset
@@ -110,7 +110,10 @@ def make_plan(
     recompute = model.recompute or (kept < (device_batch or 1) and recomputed > kept)
     largest = recomputed if recompute else kept
     share = -(-rows // gpus)
-    chosen = largest_divisor(share, device_batch or min(comfortable_rows(model, gpu.device), max(largest, 1)))
+    chosen = largest_divisor(
+        share,
+        device_batch or min(comfortable_rows(model, gpu.device, eight_bits(model, gpu)), max(largest, 1)),
+    )
     if gpu.device == "cpu":  # there is none in the table: it is this machine's
         pace, mfu_from = probe.measure(config, chosen), "measured just now"
         mfu = config.train.batch_tokens * model.flops_per_token / pace.seconds_per_step(config)
@@ -212,8 +215,8 @@ def validation_tokens(dataset: "Dataset", tokenizer: "Tokenizer") -> int:
 def _assumed_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:
     mfu, source = gpu.mfu, f"assumed for {gpu.name}"
     speed = _speed_of_width(model.dim)
-    eight_bits = model.eight_bits(gpu.eight_bits)
-    measured = measured_mfu(gpu, model.depth, results, eight_bits) or measured_mfu(gpu, model.depth, results)
+    eight = eight_bits(model, gpu)
+    measured = measured_mfu(gpu, model.depth, results, eight) or measured_mfu(gpu, model.depth, results)
     if measured is not None:
         mfu, depth, source = measured
         speed /= _speed_of_width(scale_model(depth, model.vocab_size, model.context).dim)

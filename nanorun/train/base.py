@@ -326,11 +326,11 @@ def make_deterministic() -> None:
 
 def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
     """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
-    wanted = memory.comfortable_rows(config.model, machine.device)
     if machine.device == "cpu":
-        return wanted
+        return memory.comfortable_rows(config.model, "cpu")
     found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
     found = found or hardware.this_gpu()
+    wanted = memory.comfortable_rows(config.model, machine.device, memory.eight_bits(config.model, found))
     fits = memory.largest_batch(config.model, found, 1, config.model.recompute)
     if fits < 1:
         raise UserError(
