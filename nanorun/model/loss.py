@@ -187,53 +187,65 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _EightBitLoss(torch.autograd.Function):
-    """The same in eight bits. Logits, which are not, come half a chunk at a time: their gradient is half as large, and
-    the products that it goes into want many rows."""
+    """The same in eight bits. One operator: a compiler has nothing to add to it, and need not think about it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (N, D), of which no entry is past √D
-        weight: Tensor,  # (V, D), and in eight bits, both ways
-        targets: Tensor,
-        head: Tensor,
-        head_columns: Tensor,
-        head_unit: Tensor,
-        softcap: float,
-        vocab_size: int,
-        size: int,
-        exact_logits: bool,
-        pingpong: bool,
-    ) -> Tensor:
-        exact = weight.to(x.dtype) if exact_logits else None
-        half = fp8.padded(-(-size // 2))
-        losses, dx_chunks = [], []
-        dweight = torch.zeros_like(weight)
-        for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
-            q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
-            dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
-            dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
-            for first in range(0, q.shape[0], half):
-                rows = slice(first, first + half)
-                if exact is not None:
-                    logits = x_chunk[rows] @ exact.T
-                else:
-                    logits = products.product8(q[rows], head, unit, head_unit, x.dtype, pingpong)
-                loss, dz_unit = softcap_loss.softcap_loss_fp8(
-                    logits, target_chunk[rows], softcap, vocab_size, dz, dzt, first
-                )
-                del logits
-                losses.append(loss.sum())
-            dx_chunks.append(fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False))
-            fp8.add_product(dweight, dzt, qt, dz_unit, unit)
-        ctx.save_for_backward(torch.cat(dx_chunks), dweight)
-        return torch.stack(losses).sum()
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        loss, dx, dweight = _eight_bit_gradients(*given)
+        ctx.save_for_backward(dx, dweight)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
         return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 9
+
+
+@torch.library.custom_op("nanorun::eight_bit_loss", mutates_args=())
+def _eight_bit_gradients(
+    x: Tensor,  # (N, D), of which no entry is past √D
+    weight: Tensor,  # (V, D), and in eight bits, both ways
+    targets: Tensor,
+    head: Tensor,
+    head_columns: Tensor,
+    head_unit: Tensor,
+    softcap: float,
+    vocab_size: int,
+    size: int,
+    exact_logits: bool,
+    pingpong: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the loss over all rows, and its gradients. Logits, in sixteen bits, come half a chunk at a time:
+    their gradient is half as large, and the products that it goes into want many rows."""
+    exact = weight.to(x.dtype) if exact_logits else None
+    half = fp8.padded(-(-size // 2))
+    losses, dx_chunks = [], []
+    dweight = torch.zeros_like(weight)
+    for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
+        q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
+        dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
+        dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
+        for first in range(0, q.shape[0], half):
+            rows = slice(first, first + half)
+            if exact is not None:
+                logits = x_chunk[rows] @ exact.T
+            else:
+                logits = products.product8(q[rows], head, unit, head_unit, x.dtype, pingpong)
+            loss, dz_unit = softcap_loss.softcap_loss_fp8(
+                logits, target_chunk[rows], softcap, vocab_size, dz, dzt, first
+            )
+            del logits
+            losses.append(loss.sum())
+        dx_chunks.append(fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False))
+        dweight += fp8.multiply(dzt, qt, dz_unit, unit, weight.dtype, False)
+        del dz, dzt
+    return torch.stack(losses).sum(), torch.cat(dx_chunks), dweight
+
+
+@_eight_bit_gradients.register_fake
+def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
 
 
 def can_fuse(softcap: float | None) -> bool:

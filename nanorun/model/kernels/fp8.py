@@ -108,18 +108,6 @@ def multiply(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor, dtype: torch.
     return torch._scaled_mm(a, b.t(), a_unit, b_unit, out_dtype=dtype, use_fast_accum=fast)
 
 
-@torch.library.custom_op("nanorun::fp8_add_product", mutates_args={"sums"})
-def add_product(sums: Tensor, a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> None:
-    """sums + a·bᵀ, in place, in full precision. An operator, since a compiler would put such sums off, and keep what is
-    to be added until the end."""
-    sums += multiply(a, b, a_unit, b_unit, sums.dtype, False)
-
-
-@add_product.register_fake
-def _(sums: Tensor, a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> None:
-    return None
-
-
 if triton is not None:
 
     @triton.jit
