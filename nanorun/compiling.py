@@ -12,10 +12,9 @@ What precedes the first layer is tracing: torch reads the model's Python, at eve
 operators and slow where it finds gradients written by hand, so those are marked (`kernels.whole`) and passed over;
 autograd follows them later, and its work is kept on disk.
 
-And one thing is mended. What the backward pass keeps and what it computes again is a minimum cut, for which torch asks
-networkx, whose usual way pushes flow to and fro until none is left over. Sizes are floating-point numbers there, so
-what rounding leaves over can go to and fro for good: a d12 was still not cut after four minutes. Another way, which
-looks for paths, takes less than a second.
+And one thing is mended. When torch meets an operator for the first time it describes it for its log, whether anybody
+reads that or not: its inputs, their inputs, and so on back to the tokens, once for every way there. At the end of
+twelve layers that text is never done.
 """
 
 import functools
@@ -37,7 +36,7 @@ def compiled(model: nn.Module) -> Callable[..., Tensor]:
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
-    cut_by_paths()
+    describe_briefly()
     functorch.autograd_cache_allow_custom_autograd_functions = True
     os.environ[KEY] = torch.compiler.config.cache_key_tag = source_digest()
     for function in WHOLE:
@@ -49,13 +48,11 @@ def compiled(model: nn.Module) -> Callable[..., Tensor]:
     return forward
 
 
-@functools.cache
-def cut_by_paths() -> None:
-    """For this process: networkx's minimum cuts are found by Boykov and Kolmogorov's algorithm."""
-    import networkx  # type: ignore[import-untyped]
-    from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
+def describe_briefly() -> None:
+    """For this process: in torch's messages an operator is its name, without where its inputs come from."""
+    from torch._inductor.exc import OperatorIssue
 
-    networkx.minimum_cut = functools.partial(networkx.minimum_cut, flow_func=boykov_kolmogorov)
+    OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: str(target))  # type: ignore[method-assign]
 
 
 @functools.cache
