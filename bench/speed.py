@@ -59,8 +59,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
     "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},
     "attention flex and cuDNN": {"options": {"backend": "auto"}, "without_flash": True},
-    "micro-batches of 16 rows": {"options": {"device_batch": 16}},
-    "micro-batches of 64 rows": {"options": {"device_batch": 64}},
+    "micro-batches of 32 rows": {"options": {"device_batch": 32}},
 }  # fmt: skip
 DEPTHS = (20, 24)
 PROFILED = ("all on", "fp8 none (bf16)")

@@ -1,6 +1,6 @@
 """What training takes of a GPU's memory, by arithmetic: how many rows fit, and how deep a model.
 
-Memory of one GPU at its peak, which is the end of the forward pass of any micro-batch but the first:
+Memory of one GPU at its peak, which is between the forward and the backward pass of any micro-batch but the first:
 
     weights      fp32: 4 bytes a parameter
     gradients    fp32: 4 bytes a parameter
@@ -17,7 +17,8 @@ Memory of one GPU at its peak, which is the end of the forward pass of any micro
                  the stream, and the rest for one layer at a time.
     loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
                  chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits,
-                 logits are of half a chunk, and their gradient is a byte, twice
+                 logits are of half a chunk, and their gradient is a byte, twice. Then the backward pass of the last
+                 layer may take more: for a token 60 bytes times the width, measured at d12 in eight bits
 
 The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
 measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), evaluation, and the
@@ -27,20 +28,19 @@ optimizer's scratch memory, for which the activations have made room by then.
 from nanorun.config import Fp8, ModelConfig, scale_model
 from nanorun.hardware import Gpu, named_gpu
 
-# Tokens in a micro-batch: 32,768 all but fill an H200 at d12, unless it computes in eight bits: that is 3% faster with
-# twice as many. A few thousand stay in a CPU's caches.
+# Tokens in a micro-batch: 32,768 all but fill an H200 at d12 (65,536 are 2 or 3% faster, with 17 GiB instead of 11); a
+# few thousand stay in a CPU's caches.
 _MICRO_TOKENS = {"cuda": 32_768, "mps": 32_768, "cpu": 4_096}
-_EIGHT_BIT_TOKENS = 65_536
+_LAST_LAYER_BYTES = 60
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
 _USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
 _MOST_ROWS = 4096
 
 
-def comfortable_rows(model: ModelConfig, device: str, eight: Fp8 = "none") -> int:
-    """The micro-batch that keeps a device busy: more would take memory and give nothing."""
-    tokens = _MICRO_TOKENS[device] if eight == "none" else _EIGHT_BIT_TOKENS
-    return max(tokens // model.context, 1)
+def comfortable_rows(model: ModelConfig, device: str) -> int:
+    """The micro-batch that keeps a device busy: more would take memory and give little."""
+    return max(_MICRO_TOKENS[device] // model.context, 1)
 
 
 def eight_bits(model: ModelConfig, gpu: Gpu) -> Fp8:
@@ -68,13 +68,14 @@ def memory_gb(
     eight = eight_bits(model, gpu)
     if eight in ("head", "all"):
         logit_bytes, head_gradient = gpu.compute_bytes // 2 + 2, 2 * head_gradient
+    loss = logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + head_gradient
     parts = {
         "weights": 4 * total,
         "gradients": 4 * total,
         "optimizer": 4 * states / gpus,
         "copies": copies,
         "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute, eight),
-        "loss": logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + head_gradient,
+        "loss": loss if eight == "none" else max(loss, tokens * _LAST_LAYER_BYTES * model.dim),
     }
     return {part: size / 2**30 for part, size in parts.items()}
 

@@ -112,7 +112,7 @@ def make_plan(
     share = -(-rows // gpus)
     chosen = largest_divisor(
         share,
-        device_batch or min(comfortable_rows(model, gpu.device, eight_bits(model, gpu)), max(largest, 1)),
+        device_batch or min(comfortable_rows(model, gpu.device), max(largest, 1)),
     )
     if gpu.device == "cpu":  # there is none in the table: it is this machine's
         pace, mfu_from = probe.measure(config, chosen), "measured just now"

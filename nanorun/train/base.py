@@ -25,7 +25,7 @@ from nanorun.evals.bpb import BpbResult, evaluate_bpb
 from nanorun.infer.plain import generate
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT, build
-from nanorun.model.kernels import fp8
+from nanorun.model.kernels import ahead, fp8
 from nanorun.model.loss import IGNORE
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -242,6 +242,8 @@ def assemble(
     tokenizer = open_tokenizer(config.tokenizer)
     check_vocabulary(config, tokenizer)
     compiled = options.compile and device.type == "cuda"
+    if compiled and not options.deterministic:
+        ahead.send_ahead(config.model, device)
     backends = choose_backends(config.model, device, options.backend, dtype, compiled)
     check_fp8(config, machine, options)
     model = build(config.model, device, dtype, backends, config.train.seed)
@@ -326,11 +328,11 @@ def make_deterministic() -> None:
 
 def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
     """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
+    wanted = memory.comfortable_rows(config.model, machine.device)
     if machine.device == "cpu":
-        return memory.comfortable_rows(config.model, "cpu")
+        return wanted
     found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
     found = found or hardware.this_gpu()
-    wanted = memory.comfortable_rows(config.model, machine.device, memory.eight_bits(config.model, found))
     fits = memory.largest_batch(config.model, found, 1, config.model.recompute)
     if fits < 1:
         raise UserError(

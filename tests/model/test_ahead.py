@@ -1,0 +1,57 @@
+"""Helpers that compile kernels ahead are sent where something is to be compiled, and do what the model will ask for."""
+
+import os
+
+import pytest
+import torch
+
+from nanorun.config import scale_model
+from nanorun.model.kernels import ahead
+
+HOPPER = torch.device("cuda")
+
+
+@pytest.fixture
+def tasks(monkeypatch, tmp_path):
+    """What helpers were asked to do, on a pretended machine: a Hopper GPU, both packages, nothing compiled yet."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(ahead, "find_spec", lambda name: name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(ahead, "_started", asked.append)
+    monkeypatch.setattr(ahead, "_helpers", [])
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
+    return asked
+
+
+def test_a_first_start_sends_one_helper_for_each_window_and_one_for_the_products(tasks, monkeypatch):
+    config = scale_model(12, 32_768)
+    assert ahead.send_ahead(config, HOPPER) == len(tasks) == 3
+    called = []
+    monkeypatch.setattr(ahead, "flash_task", lambda *shape: called.append(shape))
+    monkeypatch.setattr(ahead, "products_task", lambda: called.append(()))
+    for task in tasks:
+        exec(f"ahead.{task}", {"ahead": ahead})
+    short, full = config.window(0), config.context
+    assert short < full
+    assert called == [(6, 6, 128, full, short), (6, 6, 128, full, full), ()]
+
+
+def test_none_is_sent_where_kernels_are_there_or_cannot_be_used(tasks, monkeypatch, tmp_path):
+    config = scale_model(12, 32_768)
+    assert ahead.send_ahead(config, torch.device("cpu")) == 0
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert ahead.send_ahead(config, HOPPER) == 0, "two cores have enough to do"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert ahead.send_ahead(config, HOPPER) == 0, "not a Hopper GPU"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    (tmp_path / "digest").mkdir()
+    (tmp_path / "digest" / "kernel.o").touch()
+    assert ahead.send_ahead(config, HOPPER) == 0, "a second start"
+    assert tasks == []
+
+
+def test_a_helper_is_a_process_that_finds_this_package():
+    assert ahead._started("cache()").wait(60) == 0
+    assert ahead._started("no_such_task()").wait(60) == 1
