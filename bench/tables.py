@@ -101,22 +101,26 @@ def tokenizers(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{footer(result)}"
 
 
-def train(result: dict[str, Any]) -> str:
+def train(*results: dict[str, Any]) -> str:
+    def whole(seconds: float | None) -> str:
+        return "–" if seconds is None else f"{seconds:.0f}"  # a quick measurement has no cold start
+
     rows = markdown(
-        ["model", "tokens/s", "MFU", "GiB at the peak", "s to the first step, cold", "warm", "attention"],
+        ["model", "at", "tokens/s", "MFU", "GiB at the peak", "s to the first step, cold", "warm"],
         [
             [
-                f"d{result['depth']}, {result['batch_tokens']:,}-token steps",
+                f"d{result['depth']}, {result['batch_tokens']:,}-token steps, {result['device_batch']} rows at a time",
+                result["commit"][:7],
                 f"{result['tokens_per_s']:,}",
                 f"{result['mfu']:.1%}",
                 f"{result['peak_gib']:.1f}",
-                f"{result['first_step_cold_s']:.0f}",
-                f"{result['first_step_warm_s']:.0f}",
-                ", ".join(result["attention"]),
+                whole(result.get("first_step_cold_s")),
+                whole(result.get("first_step_warm_s")),
             ]
+            for result in results
         ],
     )
-    return f"{rows}\n\n{footer(result)}"
+    return f"{rows}\n\n{footer(*results)}"
 
 
 def levers(result: dict[str, Any]) -> str:
