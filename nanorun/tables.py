@@ -156,6 +156,22 @@ def _first_step(result: dict[str, Any]) -> str:
     return f"{result['first_step_cold_s']:.1f} s cold" + (f", {warm:.1f} s warm" if warm is not None else "")
 
 
+def _starts(result: dict[str, Any]) -> list[list[str]]:
+    """What each kind of start was spent on."""
+    parts = {
+        "assemble": "model and data",
+        "first_micro": "first micro-batch",
+        "other_micros": "others",
+        "update": "update",
+    }
+    kinds = {"start": "spent on", "cold_start": "spent on, cold", "warm_start": "spent on, warm"}
+    return [
+        [name, ", ".join(f"{words} {result[kind][part]} s" for part, words in parts.items())]
+        for kind, name in kinds.items()
+        if result.get(kind)
+    ]
+
+
 def bench_infer(result: dict[str, Any]) -> str:
     kind = f"int8 weights, {result['dtype']}" if result["int8"] else result["dtype"]
     guessing = f", speculation by {result['speculate']}" if result["speculate"] else ""
@@ -192,6 +208,7 @@ def bench_train(result: dict[str, Any]) -> str:
         ["attention", ", ".join(result["attention"])],
         ["speed", f"{result['tokens_per_s']:,} tokens/s, {result['ms_per_step']:,} ms a step"],
         ["first step after", _first_step(result)],
+        *_starts(result),
         ["loss", f"{result['first_loss']:.3f} at first, {result['loss']:.3f} at the end"],
     ]
     if result["mfu"]:

@@ -45,6 +45,7 @@ def bench_train(
     with empty_caches():
         result = _timed(config, options, steps)
         result["first_step_cold_s"] = result.pop("first_step_s")
+        result["cold_start"] = result.pop("start")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         say("once more in a fresh process, with warm compile caches")
@@ -55,17 +56,17 @@ def bench_train(
 
 
 def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
-    begin = time.perf_counter()
+    start = Start()
     with tempfile.TemporaryDirectory() as folder:
         training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
         tokens = config.train.batch_tokens
         with training.loader, Progress("timing steps", (1 + WARM_STEPS + steps) * tokens, "tok") as bar:
             pulses = training.device.type != "cuda"  # there a step may take hours, and says how far it is
             training.pulse = bar.advance if pulses else training.pulse
-            first = loop.train_step(training)
-            until_first = time.perf_counter() - begin
+            first = start.first_step(training)
+            took = start.spent()
             bar.advance(0 if pulses else tokens)
-            bar.note(f"first step after {seconds(until_first)}")
+            bar.note(f"first step after {seconds(took['total'])}")
             done = []
             for _ in range(WARM_STEPS + steps):
                 done.append(loop.train_step(training))
@@ -90,7 +91,8 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
         ms_per_step=round(1e3 * median, 2),
         mfu=config.model.flops_per_token * speed / peak if peak else None,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        first_step_s=round(until_first, 1),
+        first_step_s=took["total"],
+        start=took,
         data_wait_share=sum(s.waited for s in timed) / sum(s.seconds for s in timed),
         first_loss=first.loss,
         loss=timed[-1].loss,
@@ -127,20 +129,42 @@ def _first_step_elsewhere(config: Config, options: Options) -> dict[str, float] 
 
 def first_step(asked: dict[str, Any]) -> None:
     config, options = Config.from_dict(asked["config"]), Options(**asked["options"])
-    marks = [time.perf_counter()]
-
-    def mark(tokens: int = 0) -> None:
-        marks.append(time.perf_counter())
-
+    start = Start()
     with tempfile.TemporaryDirectory() as folder:
         training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
-        mark()
-        training.pulse = mark  # after each micro-batch: the first compiles, and the host waits for that
         with training.loader:
-            loop.train_step(training)
-        mark()
-    steps = {"assemble": marks[1], "first_micro": marks[2], "other_micros": marks[-2], "update": marks[-1]}
-    before, took = marks[0], {}
-    for name, at in steps.items():
-        took[name], before = round(at - before, 1), at
-    print(json.dumps({"total": round(marks[-1] - marks[0], 1), **took}))
+            start.first_step(training)
+    print(json.dumps(start.spent()))
+
+
+class Start:
+    """What the time until the end of the first step is spent on."""
+
+    def __init__(self) -> None:
+        self.marks = [time.perf_counter()]
+
+    def first_step(self, training: loop.Training) -> loop.Step:
+        self.mark()
+        pulse = training.pulse
+
+        def marked(tokens: int) -> None:
+            self.mark()
+            pulse(tokens)
+
+        training.pulse = marked  # after each micro-batch: the first compiles, and the host waits for that
+        done = loop.train_step(training)
+        training.pulse = pulse
+        self.mark()
+        return done
+
+    def mark(self) -> None:
+        self.marks.append(time.perf_counter())
+
+    def spent(self) -> dict[str, float]:
+        """Seconds in all, and of them in parts."""
+        marks = self.marks
+        ends = {"assemble": marks[1], "first_micro": marks[2], "other_micros": marks[-2], "update": marks[-1]}
+        before, took = marks[0], {}
+        for name, at in ends.items():
+            took[name], before = round(at - before, 1), at
+        return {"total": round(marks[-1] - marks[0], 1), **took}
