@@ -1,6 +1,12 @@
 """Helpers that compile kernels ahead are sent where something is to be compiled, and do what the model will ask for."""
 
+import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,15 +32,33 @@ def tasks(monkeypatch, tmp_path):
 
 def test_a_first_start_sends_one_helper_for_each_window_and_one_for_the_products(tasks, monkeypatch):
     config = scale_model(12, 32_768)
-    assert ahead.send_ahead(config, HOPPER) == len(tasks) == 3
+    assert ahead.send_ahead(config, HOPPER) == len(tasks) == 4
     called = []
-    monkeypatch.setattr(ahead, "flash_task", lambda *shape: called.append(shape))
-    monkeypatch.setattr(ahead, "products_task", lambda: called.append(()))
+    for task in ("flash_task", "kernels_task", "products_task"):
+        monkeypatch.setattr(ahead, task, lambda *shape: called.append(shape))
     for task in tasks:
         exec(f"ahead.{task}", {"ahead": ahead})
     short, full = config.window(0), config.context
     assert short < full
-    assert called == [(6, 6, 128, full, short), (6, 6, 128, full, full), ()]
+    attention = [(6, 6, 128, full, short), (6, 6, 128, full, full)]
+    assert called == [*attention, (6, 6, 128, full, 768, 3072, 32_768, 32_768), ()]
+
+
+def test_a_model_in_sixteen_bits_needs_attention_alone(tasks):
+    assert ahead.send_ahead(replace(scale_model(12, 32_768), fp8="none"), HOPPER) == 2
+    assert all(task.startswith("flash_task") for task in tasks)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="kernels need Triton")
+def test_our_own_kernels_are_called_ahead_as_a_first_step_calls_them():
+    """Every launch of a step is recorded, not made: which kernel, with arguments of which kinds and sizes."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    script = Path(__file__).with_name("launches_ahead.py")
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["step"]) > 15
+    assert not set(found["step"]) - set(found["ahead"])
 
 
 def test_none_is_sent_where_kernels_are_there_or_cannot_be_used(tasks, monkeypatch, tmp_path):

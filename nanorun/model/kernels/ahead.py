@@ -1,13 +1,14 @@
 """Kernels that compile themselves, compiled ahead by other processes.
 
-FlashAttention-4's kernels and quack's products are Python that is compiled when first called, one after the other, a
-second or three each. On a first start that is half a minute of one core, while the others wait. So where their caches
-on disk are empty, helpers are sent ahead: each calls some of the kernels on a handful of numbers, and the run, which
-has its own compiling to do meanwhile, finds them in the cache when it comes to them. Nobody waits for a helper, and
-nothing depends on one: what it has not compiled is compiled by the run.
+FlashAttention-4's kernels, quack's products and our own are Python that is compiled when first called, one after the
+other, a second or so each. On a first start that is half a minute of one core, while the others wait. So where the
+caches on disk are empty, helpers are sent ahead: each calls some of the kernels on a handful of numbers, and the run,
+which has its own compiling to do meanwhile, finds them in the cache when it comes to them. Nobody waits for a helper,
+and nothing depends on one: what it has not compiled is compiled by the run.
 """
 
 import getpass
+import itertools
 import os
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from nanorun.config import ModelConfig
-from nanorun.model.kernels import flash, products
+from nanorun.config import VALUE_GATE_CHANNELS, ModelConfig
+from nanorun.model.kernels import add_rows, flash, fp8, products, relu2, rope_norm, softcap_loss, stream
 
 CORES = 6  # with fewer, helpers would only be in the way
 _helpers: list[subprocess.Popen[bytes]] = []
@@ -31,8 +32,11 @@ def send_ahead(config: ModelConfig, device: torch.device) -> int:
     shape = f"{config.heads}, {config.kv_heads}, {config.head_dim}, {config.context}"
     windows = sorted({min(config.window(layer), config.context) for layer in range(config.depth)})
     tasks = [f"flash_task({shape}, {window})" for window in windows]
-    if find_spec("quack") is not None:
-        tasks.append("products_task()")
+    if config.eight_bits(True) == "all":
+        sizes = f"{config.dim}, {config.mlp_ratio * config.dim}, {config.vocab_size}, {config.padded_vocab}"
+        tasks.append(f"kernels_task({shape}, {sizes})")
+        if find_spec("quack") is not None:
+            tasks.append("products_task()")
     _helpers.extend(_started(task) for task in tasks)
     return len(tasks)
 
@@ -55,7 +59,8 @@ def cache() -> Path:
 
 
 def _started(task: str) -> subprocess.Popen[bytes]:
-    code = f"from nanorun.model.kernels import ahead; ahead.{task}"
+    kept = "from nanorun.bytecode import keep_bytecode; keep_bytecode()"
+    code = f"{kept}; from nanorun.model.kernels import ahead; ahead.{task}"
     nowhere = subprocess.DEVNULL
     root = str(Path(__file__).resolve().parents[3])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
@@ -73,6 +78,57 @@ def flash_task(heads: int, kv_heads: int, head_dim: int, length: int, window: in
     qkv = torch.zeros(1, length, heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     q, k, v = (each.requires_grad_() for each in qkv.split([heads, kv_heads, kv_heads], dim=2))
     flash.flash_attention(q, k, v, window).sum().backward()
+
+
+def kernels_task(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    length: int,
+    dim: int,
+    hidden: int,
+    vocab: int,
+    padded: int,
+    device: str = "cuda",
+) -> None:
+    """Our own, as layers and head in eight bits call them in a first step. (Elsewhere than on a GPU: for tests.)"""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype)
+
+    tokens = 256
+    one, two = empty(1, dtype=torch.float32), empty(2, dtype=torch.float32)
+    x, targets = empty(tokens, dim), empty(tokens, dtype=torch.int64)
+    first, words = empty(tokens, VALUE_GATE_CHANNELS), empty(tokens, dtype=torch.int32)
+    for outputs, inputs in ((3 * dim, dim), (hidden, dim), (dim, hidden)):
+        weight = empty(outputs, inputs, dtype=torch.float32)
+        fp8.quantize(weight, fp8.measure(weight), 0.0, fp8.E4M3)
+    # the MLP
+    *_, inverse = fp8.norm_quantize(x)
+    h = empty(tokens, hidden, dtype=fp8.E4M3)
+    products.squared_factor(one, one, two, dim, one, one)
+    largest = fp8.measure(x)
+    fp8.quantize(x, largest, 0.0, fp8.E5M2)
+    relu2.backward_turning(empty(tokens, hidden), h, one, largest, two)
+    stream.backward(x, x, inverse, x, None, None, None)
+    # attention
+    aligned, another = two[:1], two[1:]  # a layer's λ and μ, which lie side by side with the other layers'
+    for scalar in (aligned, another):
+        fp8.stream_norm_quantize(x, None, x, scalar, scalar)
+    qkv, angle = empty(tokens, (heads + 2 * kv_heads) * head_dim), empty(length, head_dim // 2)
+    table, gate = empty(padded, kv_heads * head_dim, dtype=torch.float32), empty(tokens, kv_heads)
+    rope_norm.turn_in_place(qkv, angle, angle, gate, table, words, heads, kv_heads, 1.2)
+    inverses, steepest = rope_norm.turn_in_place(qkv, angle, angle, None, None, None, heads, kv_heads, 1.2)
+    dq, dk, dv = (empty(tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
+    add_rows.gated_backward(table, dv, gate, table, words)
+    rope_norm.backward_fp8(qkv, inverses, angle, angle, dq, dk, dv, steepest, heads, kv_heads, 1.2)
+    for kept, scalar in itertools.product((first, None), (aligned, another)):
+        stream.backward(x, x, inverse, x, kept, x, scalar)
+    # the head, and the embedding
+    fp8.quantize(x, None, dim**0.5, fp8.E4M3)
+    both = (empty(n, m, dtype=fp8.E5M2) for n, m in ((tokens, padded), (padded, tokens)))
+    softcap_loss.softcap_loss_fp8(empty(tokens, padded), targets, 15.0, vocab, *both, 0)
+    add_rows.add_rows(empty(padded, dim, dtype=torch.float32), words, x)
 
 
 def products_task() -> None:

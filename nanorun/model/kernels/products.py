@@ -196,10 +196,17 @@ def up_relu2(
     """relu(x·wᵀ)² of (N, D) and (F, D) in e4m3, and its unit, as `relu2.quantize` has them."""
     h, unit = _room(x, w, fp8.E4M3)
     factor = torch.empty_like(unit)
-    reach, most = math.sqrt(width) / relu2.CLIP, fp8.MOST[fp8.E4M3]
-    _squared_factor[(1,)](x_unit, w_unit, longest, reach, unit, factor, MOST=most, num_warps=1)
+    squared_factor(x_unit, w_unit, longest, width, unit, factor)
     _product("squared", x, w, h, factor=factor)
     return h, unit
+
+
+def squared_factor(
+    x_unit: Tensor, w_unit: Tensor, longest: Tensor, width: int, unit: Tensor, factor: Tensor
+) -> None:
+    """The unit of relu(x·wᵀ)², and what each sum has to be multiplied by before it is squared."""
+    reach, most = math.sqrt(width) / relu2.CLIP, fp8.MOST[fp8.E4M3]
+    _squared_factor[(1,)](x_unit, w_unit, longest, reach, unit, factor, MOST=most, num_warps=1)
 
 
 @up_relu2.register_fake

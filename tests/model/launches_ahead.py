@@ -1,0 +1,57 @@
+"""Prints which kernels a first step of a model in eight bits launches, and which ones `ahead.kernels_task` does.
+
+Nothing is computed: launches are recorded, so this needs Triton but no GPU. A launch is the kernel's name and whatever
+a compiled kernel depends on.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from nanorun.config import scale_model
+from nanorun.model.gpt import GPT, Means
+from nanorun.model.kernels import ahead
+
+seen: set[str] = set()
+
+
+def record(kernel, *args, grid, warmup, num_warps=4, **constants):
+    given = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    kinds = []
+    for name, parameter in zip(kernel.arg_names, kernel.params, strict=True):
+        value = given[name]
+        if isinstance(value, torch.Tensor):
+            kinds.append(f"{value.dtype} {value.data_ptr() % 16 == 0}")
+        elif parameter.is_constexpr or value is None:
+            kinds.append(repr(value))
+        elif isinstance(value, int):
+            kinds.append(f"int {value == 1} {value % 16 == 0}")
+        else:
+            kinds.append(type(value).__name__)
+    seen.add(f"{kernel.fn.__name__}({', '.join(kinds)}) {num_warps}")
+
+
+def main() -> None:
+    JITFunction.run = record
+    config = replace(
+        scale_model(12, 512, context=64, dim=256, heads=2, kv_heads=2, short_window=32), fp8="all"
+    )
+    model = GPT(config, dtype=torch.bfloat16, means=Means(True, True, None, True, True))
+    model.init_weights()
+    tokens = torch.zeros(4, 64, dtype=torch.int32)
+    (model(tokens, tokens.long()) / 256).backward()
+    step = sorted(seen)
+    seen.clear()
+    shape = (config.heads, config.kv_heads, config.head_dim, config.context)
+    sizes = (config.dim, config.mlp_ratio * config.dim, config.vocab_size, config.padded_vocab)
+    ahead.kernels_task(*shape, *sizes, device="cpu")
+    print(json.dumps({"step": step, "ahead": sorted(seen)}))
+
+
+main()
