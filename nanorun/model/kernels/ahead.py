@@ -59,8 +59,7 @@ def cache() -> Path:
 
 
 def _started(task: str) -> subprocess.Popen[bytes]:
-    kept = "from nanorun.bytecode import keep_bytecode; keep_bytecode()"
-    code = f"{kept}; from nanorun.model.kernels import ahead; ahead.{task}"
+    code = f"from nanorun.model.kernels import ahead; ahead.{task}"
     nowhere = subprocess.DEVNULL
     root = str(Path(__file__).resolve().parents[3])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
