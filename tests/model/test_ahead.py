@@ -23,7 +23,7 @@ def tasks(monkeypatch, tmp_path):
     asked: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(ahead, "find_spec", lambda name: name)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 16)
     monkeypatch.setattr(ahead, "_started", asked.append)
     monkeypatch.setattr(ahead, "_helpers", [])
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
@@ -64,12 +64,18 @@ def test_our_own_kernels_are_called_ahead_as_a_first_step_calls_them():
 def test_none_is_sent_where_kernels_are_there_or_cannot_be_used(tasks, monkeypatch, tmp_path):
     config = scale_model(12, 32_768)
     assert ahead.send_ahead(config, torch.device("cpu")) == 0
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 2)
     assert ahead.send_ahead(config, HOPPER) == 0, "two cores have enough to do"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert ahead.send_ahead(config, HOPPER) == 0, "not a Hopper GPU"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    assert ahead.send_ahead(config, HOPPER) == 0, "nothing would be kept"
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
+    monkeypatch.setattr(ahead, "find_spec", find_spec)
+    assert ahead.send_ahead(config, HOPPER) == 0, "not installed"
+    monkeypatch.setattr(ahead, "find_spec", lambda name: name)
     (tmp_path / "digest").mkdir()
     (tmp_path / "digest" / "kernel.o").touch()
     assert ahead.send_ahead(config, HOPPER) == 0, "a second start"

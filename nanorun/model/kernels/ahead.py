@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from nanorun.config import VALUE_GATE_CHANNELS, ModelConfig
+from nanorun.hardware import usable_cores
 from nanorun.model.kernels import add_rows, flash, fp8, products, relu2, rope_norm, softcap_loss, stream
 
 CORES = 6  # with fewer, helpers would only be in the way
@@ -42,10 +43,15 @@ def send_ahead(config: ModelConfig, device: torch.device) -> int:
 
 
 def worthwhile(device: torch.device) -> bool:
+    """On a Hopper GPU with cores to spare, where FlashAttention-4 would keep its kernels and has kept none yet."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    enough = len(os.sched_getaffinity(0)) >= CORES
-    return enough and find_spec("flash_attn") is not None and not any(cache().rglob("*.o"))
+    if usable_cores() < CORES or os.environ.get(flash.DISK_CACHE) == "0":
+        return False
+    try:
+        return find_spec("flash_attn.cute") is not None and not any(cache().rglob("*.o"))
+    except Exception:  # an older flash_attn or none, a user without a name
+        return False
 
 
 def cache() -> Path:
