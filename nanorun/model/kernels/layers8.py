@@ -245,22 +245,8 @@ class _NormHeads(torch.autograd.Function):
         )
         ctx.save_for_backward(
             *(s, inverse, start, scale, share),
-            *(
-                nt,
-                n_unit,
-                columns,
-                unit,
-                qkv,
-                inverses,
-                cos,
-                sin,
-                steepest,
-                gate,
-                gate_weight,
-                table,
-                sums,
-                words,
-            ),
+            *(nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest),
+            *(gate, gate_weight, table, sums, words),
         )
         ctx.heads, ctx.kv_heads, ctx.gain, ctx.pingpong = heads, kv_heads, gain, pingpong
         ctx.outputs = [weight.shape[0] for weight in weights]
@@ -272,8 +258,8 @@ class _NormHeads(torch.autograd.Function):
         ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor
     ) -> tuple[Tensor | None, ...]:
         s, inverse, start, scale, share, *rest = ctx.saved_tensors
-        nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest, *gated = rest
-        gate, gate_weight, table, sums, words = gated
+        nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest, *values = rest
+        gate, gate_weight, table, sums, words = values
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         dgate_weight: Tensor | None = None
         if gate is not None:
