@@ -106,7 +106,7 @@ def result(args: argparse.Namespace) -> dict[str, Any]:
     }
     earlier = {}
     if args.bf16_of:
-        curves["bf16"] = {int(seed): curve for seed, curve in args.bf16_of["curves"]["bf16"].items()}
+        curves["bf16"] |= {int(seed): curve for seed, curve in args.bf16_of["curves"]["bf16"].items()}
         earlier = {"bf16_of": args.bf16_of.get("bf16_of", args.bf16_of["commit"])}
     finals = {
         way: {seed: curve[-1][1] for seed, curve in by_seed.items() if curve[-1][0] >= 0.98 * args.tokens}
@@ -118,6 +118,7 @@ def result(args: argparse.Namespace) -> dict[str, Any]:
         "same loss",
         depth=args.depth,
         tokens=args.tokens,
+        batch_tokens=args.batch_tokens,
         **earlier,
         ways=WAYS,
         curves=curves,
@@ -172,7 +173,8 @@ def kept(path: str) -> dict[str, Any]:
     """An earlier result of this script."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        found["curves"]["bf16"], found["curves"]["fast"], found["seeds"], found["commit"]
+        found["curves"]["bf16"], found["curves"]["fast"], found["seeds"]
+        found["commit"], found["tokens"], found["depth"], found["ways"]["bf16"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise argparse.ArgumentTypeError(f"{path} is not what this script keeps in WORK/results") from error
     return dict(found)
@@ -208,8 +210,12 @@ def main() -> None:
         return
     if args.work is None or not args.work.is_dir():
         parser.error("WORK must be a folder with text and tokenizer, as NANORUN_HOME is")
-    if args.bf16_of and any(args.bf16_of[field] != getattr(args, field) for field in ("tokens", "depth")):
-        parser.error("the runs in --bf16-of have another --depth or --tokens than these")
+    if args.bf16_of:
+        asked = {"tokens": args.tokens, "depth": args.depth, "batch_tokens": args.batch_tokens}
+        if any(args.bf16_of.get(field) != value for field, value in asked.items()):
+            parser.error("the runs in --bf16-of have another --depth, --tokens or --batch-tokens than these")
+        if args.bf16_of["ways"]["bf16"] != WAYS["bf16"]:
+            parser.error("plain bf16 was something else in the runs of --bf16-of")
     WAYS["fast"]["fp8"] = args.fp8
     args.work = args.work.resolve()
     os.environ["NANORUN_HOME"] = str(args.work)

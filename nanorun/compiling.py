@@ -48,8 +48,18 @@ def compiled(model: nn.Module) -> Callable[..., Tensor]:
     return forward
 
 
+def share_triton_cache(device: torch.device) -> None:
+    """Triton's kernels, torch's and ours, in one place, for this process and those it starts. torch would move there at
+    some moment between, and ours would be compiled again."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
+
+
 def describe_briefly() -> None:
     """For this process: in torch's messages an operator is its name, without where its inputs come from."""
+    if torch.__version__ >= "2.13":  # by numbers: it is no plain string
+        return
     from torch._inductor.exc import OperatorIssue
 
     OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: str(target))  # type: ignore[method-assign]

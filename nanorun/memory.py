@@ -92,8 +92,11 @@ def _activation_bytes(model: ModelConfig, item: int, recompute: bool, eight: Fp8
         hidden, bytes_alone = 0, (1 + model.mlp_ratio) * dim
         normed -= dim
     if eight not in ("none", "mlp"):
-        stream, normed, queries_keys_values, values = 2 * dim, 0, dim + 2 * kv_dim, 0
+        stream, normed = 2 * dim, 0
         bytes_alone += dim
+        if model.fused_rope and model.fused_qkv:  # and turned in place, where head_dim is a power of two
+            queries_keys_values = dim + 2 * kv_dim
+            values = 0 if model.sparse_tables else values
     layer = item * (stream + normed + attention_out + queries_keys_values + hidden) + bytes_alone
     layer += 4 * (model.heads + model.heads + model.kv_heads + 2)  # fp32: attention's sums, the norms' scales
     around = 3 * dim * item  # the embedding, its norm, the last norm's input

@@ -201,8 +201,11 @@ def train_within_memory(
         del training
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        say(f"out of memory with micro-batches of {rows} rows; going on with {rows // 2}")
-        options = replace(options, device_batch=rows // 2)
+        if ahead.recall():
+            say("out of memory beside helpers that compile; once more without them")
+        else:
+            say(f"out of memory with micro-batches of {rows} rows; going on with {rows // 2}")
+            options = replace(options, device_batch=rows // 2)
         found = checkpoint.load_newest(run.checkpoints)
 
 
@@ -242,10 +245,13 @@ def assemble(
     tokenizer = open_tokenizer(config.tokenizer)
     check_vocabulary(config, tokenizer)
     compiled = options.compile and device.type == "cuda"
-    if compiled and not options.deterministic:
+    check_fp8(config, machine, options)
+    if compiled:
+        compiling.share_triton_cache(device)
+    flash_possible = options.backend in ("auto", "flash") and not config.model.document_mask
+    if compiled and flash_possible and dtype == torch.bfloat16 and not options.deterministic:
         ahead.send_ahead(config.model, device)
     backends = choose_backends(config.model, device, options.backend, dtype, compiled)
-    check_fp8(config, machine, options)
     model = build(config.model, device, dtype, backends, config.train.seed)
     forward: Callable[..., Tensor] = compiling.compiled(model) if compiled else model
     groups = group_parameters(model.named_parameters(), config.optim)

@@ -37,21 +37,30 @@ def record(kernel, *args, grid, warmup, num_warps=4, **constants):
     seen.add(f"{kernel.fn.__name__}({', '.join(kinds)}) {num_warps}")
 
 
+def launched(call) -> set[str]:
+    seen.clear()
+    call()
+    return set(seen)
+
+
 def main() -> None:
     JITFunction.run = record
-    config = replace(
-        scale_model(12, 512, context=64, dim=256, heads=2, kv_heads=2, short_window=32), fp8="all"
-    )
-    model = GPT(config, dtype=torch.bfloat16, means=Means(True, True, None, True, True))
-    model.init_weights()
-    tokens = torch.zeros(4, 64, dtype=torch.int32)
-    (model(tokens, tokens.long()) / 256).backward()
-    step = sorted(seen)
-    seen.clear()
-    shape = (config.heads, config.kv_heads, config.head_dim, config.context)
-    sizes = (config.dim, config.mlp_ratio * config.dim, config.vocab_size, config.padded_vocab)
-    ahead.kernels_task(*shape, *sizes, device="cpu")
-    print(json.dumps({"step": step, "ahead": sorted(seen)}))
+    step, before = set(), set()
+    for kv_heads, vocab, rows in ((2, 512, 4), (1, 500, 2)):
+        sizes = {"context": 64, "dim": 256, "heads": 2, "kv_heads": kv_heads, "short_window": 32}
+        config = replace(scale_model(12, vocab, **sizes), fp8="all")
+        tokens = torch.zeros(rows, 64, dtype=torch.int32)
+
+        def first_step(config=config, tokens=tokens) -> None:
+            model = GPT(config, dtype=torch.bfloat16, means=Means(True, True, None, True, True))
+            model.init_weights()
+            (model(tokens, tokens.long()) / tokens.numel()).backward()
+
+        step |= launched(first_step)
+        shape = (config.heads, config.kv_heads, config.head_dim, config.context)
+        widths = (config.dim, config.mlp_ratio * config.dim, config.vocab_size, config.padded_vocab)
+        before |= launched(lambda given=(*shape, *widths): ahead.kernels_task(*given, device="cpu"))
+    print(json.dumps({"step": sorted(step), "ahead": sorted(before)}))
 
 
 main()

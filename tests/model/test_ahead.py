@@ -26,11 +26,13 @@ def tasks(monkeypatch, tmp_path):
     monkeypatch.setattr(ahead, "usable_cores", lambda: 16)
     monkeypatch.setattr(ahead, "_started", asked.append)
     monkeypatch.setattr(ahead, "_helpers", [])
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path / "flash"))
+    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "quack"))
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
     return asked
 
 
-def test_a_first_start_sends_one_helper_for_each_window_and_one_for_the_products(tasks, monkeypatch):
+def test_a_first_start_sends_helpers_for_each_window_for_our_kernels_and_for_the_products(tasks, monkeypatch):
     config = scale_model(12, 32_768)
     assert ahead.send_ahead(config, HOPPER) == len(tasks) == 4
     called = []
@@ -73,15 +75,31 @@ def test_none_is_sent_where_kernels_are_there_or_cannot_be_used(tasks, monkeypat
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     assert ahead.send_ahead(config, HOPPER) == 0, "nothing would be kept"
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED")
-    monkeypatch.setattr(ahead, "find_spec", find_spec)
+    monkeypatch.setattr(ahead, "find_spec", lambda name: None)
     assert ahead.send_ahead(config, HOPPER) == 0, "not installed"
     monkeypatch.setattr(ahead, "find_spec", lambda name: name)
-    (tmp_path / "digest").mkdir()
-    (tmp_path / "digest" / "kernel.o").touch()
+    for package in ("flash", "quack"):
+        (tmp_path / package / "digest").mkdir(parents=True)
+        (tmp_path / package / "digest" / "kernel.o").touch()
     assert ahead.send_ahead(config, HOPPER) == 0, "a second start"
     assert tasks == []
 
 
+def test_the_first_run_in_eight_bits_after_one_in_sixteen_sends_for_what_is_new(tasks, tmp_path):
+    (tmp_path / "flash").mkdir()
+    (tmp_path / "flash" / "kernel.o").touch()
+    assert ahead.send_ahead(scale_model(12, 32_768), HOPPER) == 2
+    assert [task.split("(")[0] for task in tasks] == ["kernels_task", "products_task"]
+
+
+def test_helpers_at_work_are_ended_when_recalled(monkeypatch):
+    helper = ahead._started("subprocess.time.sleep(60)")
+    monkeypatch.setattr(ahead, "_helpers", [helper])
+    assert ahead.recall()
+    assert helper.poll() is not None
+    assert not ahead.recall(), "there are none any more"
+
+
 def test_a_helper_is_a_process_that_finds_this_package():
-    assert ahead._started("cache()").wait(60) == 0
+    assert ahead._started("usable_cores()").wait(60) == 0
     assert ahead._started("no_such_task()").wait(60) == 1

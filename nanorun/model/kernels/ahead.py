@@ -3,8 +3,8 @@
 FlashAttention-4's kernels, quack's products and our own are Python that is compiled when first called, one after the
 other, a second or so each. On a first start that is half a minute of one core, while the others wait. So where the
 caches on disk are empty, helpers are sent ahead: each calls some of the kernels on a handful of numbers, and the run,
-which has its own compiling to do meanwhile, finds them in the cache when it comes to them. Nobody waits for a helper,
-and nothing depends on one: what it has not compiled is compiled by the run.
+which has its own compiling to do meanwhile, finds them in the cache when it comes to them. What a helper has not
+compiled is compiled by the run, and a run that needs the GPU's last gigabytes ends them (`recall`).
 """
 
 import getpass
@@ -27,41 +27,52 @@ _helpers: list[subprocess.Popen[bytes]] = []
 
 
 def send_ahead(config: ModelConfig, device: torch.device) -> int:
-    """Starts the helpers, where they help; how many."""
-    if not worthwhile(device):
+    """Starts the helpers, where they help, for a model that attends by FlashAttention-4; how many."""
+    if not welcome(device):
         return 0
+    tasks = []
     shape = f"{config.heads}, {config.kv_heads}, {config.head_dim}, {config.context}"
-    windows = sorted({min(config.window(layer), config.context) for layer in range(config.depth)})
-    tasks = [f"flash_task({shape}, {window})" for window in windows]
-    if config.eight_bits(True) == "all":
+    if _empty("flash_attention_cute_dsl_cache", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+        windows = sorted({min(config.window(layer), config.context) for layer in range(config.depth)})
+        tasks += [f"flash_task({shape}, {window})" for window in windows]
+    if config.eight_bits(True) == "all" and _installed("quack") and _empty("quack_cache", "QUACK_CACHE_DIR"):
         sizes = f"{config.dim}, {config.mlp_ratio * config.dim}, {config.vocab_size}, {config.padded_vocab}"
-        tasks.append(f"kernels_task({shape}, {sizes})")
-        if find_spec("quack") is not None:
-            tasks.append("products_task()")
+        tasks += [f"kernels_task({shape}, {sizes})", "products_task()"]
     _helpers.extend(_started(task) for task in tasks)
     return len(tasks)
 
 
-def worthwhile(device: torch.device) -> bool:
-    """On a Hopper GPU with cores to spare, where FlashAttention-4 would keep its kernels and has kept none yet."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+def recall() -> bool:
+    """Ends helpers that are still at work; whether there were any."""
+    busy = [helper for helper in _helpers if helper.poll() is None]
+    for helper in busy:
+        helper.kill()
+        helper.wait()
+    _helpers.clear()
+    return bool(busy)
+
+
+def welcome(device: torch.device) -> bool:
+    """On a Hopper GPU with cores to spare, where FlashAttention-4 is there and keeps its kernels."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or usable_cores() < CORES:
         return False
-    if usable_cores() < CORES or os.environ.get(flash.DISK_CACHE) == "0":
-        return False
+    return os.environ.get(flash.DISK_CACHE, "1") == "1" and _installed("flash_attn.cute")
+
+
+def _installed(package: str) -> bool:
     try:
-        return find_spec("flash_attn.cute") is not None and not any(cache().rglob("*.o"))
-    except Exception:  # an older flash_attn or none, a user without a name
+        return find_spec(package) is not None
+    except Exception:  # its parent is not there, or breaks
         return False
 
 
-def cache() -> Path:
-    """Where FlashAttention-4 keeps its kernels. Whoever has those has quack's."""
-    told = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
-    return (
-        Path(told)
-        if told
-        else Path(tempfile.gettempdir()) / getpass.getuser() / "flash_attention_cute_dsl_cache"
-    )
+def _empty(usual: str, told: str) -> bool:
+    """Whether a package has kept nothing: neither where it was told to nor, if not told, where it usually does."""
+    try:
+        place = os.environ.get(told) or Path(tempfile.gettempdir()) / getpass.getuser() / usual
+    except Exception:  # a user without a name
+        return False
+    return not any(Path(place).rglob("*.o"))
 
 
 def _started(task: str) -> subprocess.Popen[bytes]:
