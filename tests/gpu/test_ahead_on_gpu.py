@@ -21,12 +21,26 @@ flash.flash_attention(*qkv.split(6, dim=2), {window}).sum().backward()
 """
 
 
+A_FIRST_STEP = """
+import torch
+from nanorun.config import scale_model
+from nanorun.model.attention import choose_backends
+from nanorun.model.gpt import build
+cuda = torch.device("cuda")
+config = scale_model(6, 1000, context=256, dim=256, heads=2, kv_heads=2, short_window=128, fp8="all")
+model = build(config, cuda, torch.bfloat16, choose_backends(config, cuda, compiled=False))
+tokens = torch.zeros(2, 256, device=cuda, dtype=torch.int32)
+(model(tokens, tokens.long()) / 512).backward()
+"""
+
+
 def run(code: str, folder: Path) -> set[str]:
     """Names of the kernels in the caches, after a process has run this."""
-    caches = {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder / "f"), "QUACK_CACHE_DIR": str(folder / "q")}
+    places = {"FLASH_ATTENTION_CUTE_DSL": "f", "QUACK": "q", "TRITON": "t"}
+    caches = {f"{package}_CACHE_DIR": str(folder / name) for package, name in places.items()}
     env = {**os.environ, **caches, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=200)
-    return {str(file) for file in folder.rglob("*.o")}
+    return {str(file) for kind in ("*.o", "*.cubin") for file in folder.rglob(kind)}
 
 
 @pytest.mark.parametrize("window", [128, 512])
@@ -54,3 +68,13 @@ def test_products_are_found(tmp_path):
     )
     assert first
     assert found == first
+
+
+def test_our_own_kernels_are_found(tmp_path):
+    if not products.work(CUDA):
+        pytest.skip("quack's products do not run here")
+    shape = "2, 2, 128, 256, 256, 1024, 1000, 1024"
+    first = run(f"from nanorun.model.kernels import ahead; ahead.kernels_task({shape})", tmp_path)
+    found = run(A_FIRST_STEP, tmp_path)
+    assert len(first) > 15
+    assert {name for name in found if name.endswith(".cubin")} == first
