@@ -13,7 +13,7 @@ def measured_rates() -> dict[str, Any]:
     """TFLOP/s of the matmuls; microseconds and TB/s of the kernels."""
     import torch
 
-    from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm, stream
+    from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm, rope_norm8, stream
     from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
 
     tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
@@ -84,7 +84,7 @@ def measured_rates() -> dict[str, Any]:
     qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
     turned = (qkv, angle, angle)
     nothing = (None, None, None, heads, heads, 1.2)
-    inverses, steepest = rope_norm.turn_in_place(*turned, *nothing)
+    inverses, steepest = rope_norm8.turn_in_place(*turned, *nothing)
     gradients = [random(tokens, heads, 128) for _ in "qkv"]
     table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
     common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # as in text, some tokens are everywhere
@@ -114,11 +114,11 @@ def measured_rates() -> dict[str, Any]:
             lambda: products.land(h8, down8, one, one, x, start, one, one),
         ),
         ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2)),
-        ("the same in place", 8 * narrow, lambda: rope_norm.turn_in_place(*turned, *nothing)),
+        ("the same in place", 8 * narrow, lambda: rope_norm8.turn_in_place(*turned, *nothing)),
         (
             "the same, values added",
             16 * narrow,
-            lambda: rope_norm.turn_in_place(*turned, gate, table, common, heads, heads, 1.2),
+            lambda: rope_norm8.turn_in_place(*turned, gate, table, common, heads, heads, 1.2),
         ),
         (
             "rope_norm backward",
@@ -128,7 +128,7 @@ def measured_rates() -> dict[str, Any]:
         (
             "rope_norm backward_fp8",
             22 * narrow,
-            lambda: rope_norm.backward_fp8(
+            lambda: rope_norm8.backward_fp8(
                 qkv, inverses, angle, angle, *gradients, steepest, heads, heads, 1.2
             ),
         ),

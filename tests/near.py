@@ -1,8 +1,11 @@
 """How near a kernel must come to float64, for tests with and without a GPU."""
 
+import torch
 import torch.nn.functional as F
 
 from nanorun.config import NORM_EPSILON
+from nanorun.model.kernels import add_rows, layers8, rope_norm
+from nanorun.model.kernels.stream import Stream
 
 
 def relative_error(fast, truth):
@@ -24,3 +27,35 @@ def assert_gradients_near(gradients, exact, most):
     for one, other in zip(numbers, exact[3:5], strict=True):
         assert one.shape == other.shape
         assert (one - other.grad).abs() < most / 4 * reach
+
+
+def assert_values_are_added(norm_heads, draw, copied, shape):
+    """By `norm_heads`, to what its product gave: outputs and gradients, of (batch, time, heads, kv_heads, head_dim)."""
+    batch, time, heads, kv_heads, dim = shape
+    width, kv_width = heads * dim, kv_heads * dim
+    x = draw(batch, time, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
+    sizes = (width, kv_width, kv_width)
+    weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
+    gate_weight, table = draw(kv_heads, 12, seed=5).requires_grad_(), draw(20, kv_width, seed=6)
+    words = torch.randint(20, (batch, time), device=x.device, dtype=torch.int32)
+    angle = draw(time, dim // 2, seed=7)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    sums = torch.zeros_like(table)
+    gated = layers8.Gated(gate_weight, table, sums, words)
+    given = (Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
+    _, *fast, _ = norm_heads(*given, gated)
+    exact = [t.detach().double().requires_grad_() for t in (x, *weights, gate_weight, table)]
+    n = normed(exact[0])
+    mixed = F.linear(n, torch.cat(exact[1:4]))
+    q, k, v = rope_norm.reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2)
+    gate = 3 * torch.sigmoid(F.linear(n[..., :12], exact[4]))
+    truth = [q, k, add_rows.gated(v, gate, exact[5][words])]
+    above = [draw(*out.shape, seed=i, size=1e-3 * 3**i) for i, out in enumerate(truth)]
+    for outs in (fast, truth):
+        sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
+    for one, other in zip(fast, truth, strict=True):
+        assert one.shape == other.shape
+        assert relative_error(one, other) < 0.06
+    learned = [x.grad, *(weight.grad for weight in weights), gate_weight.grad, sums]
+    for one, other in zip(learned, exact, strict=True):
+        assert relative_error(one, other.grad) < 0.12

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from near import relative_error
+from near import assert_values_are_added, normed, relative_error
 from torch._dynamo.utils import counters
 
 from nanorun.compiling import compiled
-from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
+from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import build
 from nanorun.model.kernels import add_rows, fp8, layers8, relu2, rope_norm
@@ -38,10 +38,6 @@ def draw(*shape, seed=0, size=1.0, dtype=torch.float32):
 
 def meant(q, unit):
     return q.double() * unit.double()
-
-
-def normed(x):
-    return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPSILON)
 
 
 def copied(*weights):
@@ -143,38 +139,8 @@ def test_compiled_eight_bit_heads_agree_with_float64(shape, own_angles):
 
 @pytest.mark.parametrize("shape", [(2, 1000, 6, 6, 128), (1, 33, 4, 2, 64), (16, 2048, 6, 6, 128)], ids=str)
 def test_values_added_on_the_way_agree_with_float64_when_compiled(shape):
-    batch, time, heads, kv_heads, dim = shape
-    width, kv_width = heads * dim, kv_heads * dim
-    x = draw(batch, time, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
-    sizes = (width, kv_width, kv_width)
-    weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
-    gate_weight, table = draw(kv_heads, 12, seed=5).requires_grad_(), draw(20, kv_width, seed=6)
-    words = torch.randint(20, (batch, time), device="cuda", dtype=torch.int32)
-    angle = draw(time, dim // 2, seed=7)
-    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    sums = torch.zeros_like(table)
-    gated = layers8.Gated(gate_weight, table, sums, words)
-    given = (Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
-    heads8 = torch.compile(layers8.norm_heads, dynamic=False, fullgraph=True)
-    _, q, k, v, _ = heads8(*given, gated)
-    exact = [t.detach().double().requires_grad_() for t in (x, *weights, gate_weight, table)]
-    n = normed(exact[0])
-    truth = list(
-        rope_norm.reference(
-            F.linear(n, torch.cat(exact[1:4])), cos.double(), sin.double(), heads, kv_heads, 1.2
-        )
-    )
-    gate = 3 * torch.sigmoid(F.linear(n[..., :12], exact[4]))
-    truth[2] = add_rows.gated(truth[2], gate, exact[5][words])
-    above = [draw(*out.shape, seed=i, size=1e-3 * 3**i) for i, out in enumerate(truth)]
-    for outs in ((q, k, v), truth):
-        sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
-    for one, other in zip((q, k, v), truth, strict=True):
-        assert one.shape == other.shape
-        assert relative_error(one, other) < 0.06
-    learned = [x.grad, *(weight.grad for weight in weights), gate_weight.grad, sums]
-    for one, other in zip(learned, exact, strict=True):
-        assert relative_error(one, other.grad) < 0.12
+    compiled_heads = torch.compile(layers8.norm_heads, dynamic=False, fullgraph=True)
+    assert_values_are_added(compiled_heads, draw, copied, shape)
 
 
 @pytest.mark.parametrize("vocab", [(97, 128), (32768, 32768), (50257, 50304)], ids=str)

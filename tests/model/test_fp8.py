@@ -6,14 +6,14 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
-from near import relative_error
+from near import assert_values_are_added, normed, relative_error
 
 from nanorun.config import NORM_EPSILON, scale_model
 from nanorun.model.gpt import GPT, Means
 from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import add_rows, fp8, layers8, relu2, rope_norm
+from nanorun.model.kernels import fp8, layers8, relu2, rope_norm, rope_norm8
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.kernels.stream import Stream
 
@@ -28,10 +28,6 @@ def draw(*shape, seed=0, dtype=torch.float32, size=1.0):
 
 def meant(q, unit):
     return q.double() * unit.double()
-
-
-def normed(x):
-    return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPSILON)
 
 
 def copied(*weights):
@@ -182,37 +178,7 @@ def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles)
 
 @pytest.mark.parametrize("shape", [(2, 33, 2, 2, 32), (1, 70, 4, 2, 16), (3, 5, 2, 1, 64)], ids=str)
 def test_values_added_on_the_way_agree_with_float64(shape):
-    batch, time, heads, kv_heads, dim = shape
-    width, kv_width = heads * dim, kv_heads * dim
-    x = draw(batch, time, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
-    sizes = (width, kv_width, kv_width)
-    weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
-    gate_weight, table = draw(kv_heads, 12, seed=5).requires_grad_(), draw(20, kv_width, seed=6)
-    words = torch.randint(20, (batch, time), device=DEVICE, dtype=torch.int32)
-    angle = draw(time, dim // 2, seed=7)
-    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    sums = torch.zeros_like(table)
-    gated = layers8.Gated(gate_weight, table, sums, words)
-    given = (Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
-    _, q, k, v, _ = layers8.norm_heads(*given, gated)
-    exact = [t.detach().double().requires_grad_() for t in (x, *weights, gate_weight, table)]
-    n = normed(exact[0])
-    truth = list(
-        rope_norm.reference(
-            F.linear(n, torch.cat(exact[1:4])), cos.double(), sin.double(), heads, kv_heads, 1.2
-        )
-    )
-    gate = 3 * torch.sigmoid(F.linear(n[..., :12], exact[4]))
-    truth[2] = add_rows.gated(truth[2], gate, exact[5][words])
-    above = [draw(*out.shape, seed=i, size=1e-3 * 3**i) for i, out in enumerate(truth)]
-    for outs in ((q, k, v), truth):
-        sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
-    for one, other in zip((q, k, v), truth, strict=True):
-        assert one.shape == other.shape
-        assert relative_error(one, other) < 0.06
-    learned = [x.grad, *(weight.grad for weight in weights), gate_weight.grad, sums]
-    for one, other in zip(learned, exact, strict=True):
-        assert relative_error(one, other.grad) < 0.12
+    assert_values_are_added(layers8.norm_heads, draw, copied, shape)
 
 
 def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
@@ -220,12 +186,12 @@ def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
     qkv[3, :32] *= 1e-4  # a query that the norm blows up
     angle = torch.zeros(20, 16, device=DEVICE, dtype=torch.bfloat16)
     turned = qkv.clone()
-    inverses, steepest = rope_norm.turn_in_place(turned, angle.cos(), angle, None, None, None, 1, 1, 1.2)
+    inverses, steepest = rope_norm8.turn_in_place(turned, angle.cos(), angle, None, None, None, 1, 1, 1.2)
     inverse = (qkv.float()[:, :64].view(20, 2, 32).square().mean(-1) + NORM_EPSILON).rsqrt()
     torch.testing.assert_close(inverses, inverse)
     torch.testing.assert_close(steepest.max(), inverse.max())
     gradients = [draw(20, 1, 32, seed=i, dtype=torch.bfloat16) for i in range(3)]
-    g, gt, unit = rope_norm.backward_fp8(
+    g, gt, unit = rope_norm8.backward_fp8(
         turned, inverses, angle.cos(), angle, *gradients, steepest, 1, 1, 1.2
     )
     assert_both_ways(g, gt)

@@ -1,10 +1,10 @@
 """Kernels that compile themselves, compiled ahead by other processes.
 
 FlashAttention-4's kernels, quack's products and our own are Python that is compiled when first called, one after the
-other, a second or so each. On a first start that is half a minute of one core, while the others wait. So where the
-caches on disk are empty, helpers are sent ahead: each calls some of the kernels on a handful of numbers, and the run,
-which has its own compiling to do meanwhile, finds them in the cache when it comes to them. What a helper has not
-compiled is compiled by the run, and a run that needs the GPU's last gigabytes ends them (`recall`).
+other, while all cores but one wait. So where the caches on disk are empty, helpers are sent ahead: each calls some of
+the kernels on a handful of numbers, and the run, which has its own compiling to do meanwhile, finds them in the cache
+when it comes to them. What a helper has not compiled is compiled by the run, and a run that needs the GPU's last
+gigabytes ends them (`recall`).
 """
 
 import getpass
@@ -20,7 +20,7 @@ import torch
 
 from nanorun.config import VALUE_GATE_CHANNELS, ModelConfig
 from nanorun.hardware import usable_cores
-from nanorun.model.kernels import add_rows, flash, fp8, products, relu2, rope_norm, softcap_loss, stream
+from nanorun.model.kernels import add_rows, flash, fp8, products, relu2, rope_norm8, softcap_loss, stream
 
 CORES = 6  # with fewer, helpers would only be in the way
 _helpers: list[subprocess.Popen[bytes]] = []
@@ -133,11 +133,11 @@ def kernels_task(
         fp8.stream_norm_quantize(x, None, x, scalar, scalar)
     qkv, angle = empty(tokens, (heads + 2 * kv_heads) * head_dim), empty(length, head_dim // 2)
     table, gate = empty(padded, kv_heads * head_dim, dtype=torch.float32), empty(tokens, kv_heads)
-    rope_norm.turn_in_place(qkv, angle, angle, gate, table, words, heads, kv_heads, 1.2)
-    inverses, steepest = rope_norm.turn_in_place(qkv, angle, angle, None, None, None, heads, kv_heads, 1.2)
+    rope_norm8.turn_in_place(qkv, angle, angle, gate, table, words, heads, kv_heads, 1.2)
+    inverses, steepest = rope_norm8.turn_in_place(qkv, angle, angle, None, None, None, heads, kv_heads, 1.2)
     dq, dk, dv = (empty(tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
     add_rows.gated_backward(table, dv, gate, table, words)
-    rope_norm.backward_fp8(qkv, inverses, angle, angle, dq, dk, dv, steepest, heads, kv_heads, 1.2)
+    rope_norm8.backward_fp8(qkv, inverses, angle, angle, dq, dk, dv, steepest, heads, kv_heads, 1.2)
     for kept, scalar in itertools.product((first, None), (aligned, another)):
         stream.backward(x, x, inverse, x, kept, x, scalar)
     # the head, and the embedding

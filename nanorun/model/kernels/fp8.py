@@ -17,7 +17,7 @@ host waits:
                            more is clipped, which needs a row that points within 60° of an input: in 768
                            dimensions chance is 14 standard deviations away from that
     gradients into a layer their largest entry, by one pass that only reads
-    gradients of q and k   as rope_norm.py says
+    gradients of q and k   as rope_norm8.py says
     gradient of relu²      Cauchy and Schwarz again, from the longest gradient row and column of weights.
                            Typical entries land 13 powers of two below it, and e5m2 has 17 more below them
     gradient of logits     |softmax - onehot| ≤ 1

@@ -5,7 +5,7 @@ the residual stream, or with adding up what is still pending in it (stream.py), 
 
 The MLP keeps nothing of its hidden layer but h = relu(u)² in eight bits, which the product needs anyway: the slope
 is 2·√h (relu2.py), and a root halves the relative error. Attention's keeps queries, keys and values as attention
-sees them, in the one tensor that the product wrote (rope_norm.py).
+sees them, in the one tensor that the product wrote (rope_norm8.py).
 
 Left in bf16: attention's output projection. Its input comes from attention, so quantizing it is a pass of
 its own, which at 768 wide eats what the faster product gives.
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm, stream, whole
+from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm8, stream, whole
 from nanorun.model.kernels.stream import Mixing, Stream
 
 
@@ -240,7 +240,7 @@ class _NormHeads(torch.autograd.Function):
         first, gate = first_channels(s, inverse, kept), None
         if gate_weight is not None:
             gate = 3 * torch.sigmoid(F.linear(first, gate_weight.to(first.dtype)))
-        qkv, inverses, steepest = turned_heads(
+        qkv, inverses, steepest = rope_norm8.turned_heads(
             n, rows, n_unit, unit, x.dtype, pingpong, cos, sin, gate, table, words, heads, kv_heads, gain
         )
         ctx.save_for_backward(
@@ -269,57 +269,13 @@ class _NormHeads(torch.autograd.Function):
             kept = gate_weight.shape[1]
             dgate_weight = (inner.t() @ first_channels(s, inverse, kept)).float()
             dfirst = dfirst + inner @ gate_weight.to(s.dtype)
-        g, gt, g_unit = rope_norm.backward_fp8(
+        g, gt, g_unit = rope_norm8.backward_fp8(
             qkv, inverses, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
         )
         dn = products.product8(g, columns, g_unit, unit, s.dtype, ctx.pingpong)
         dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
         before = settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
         return *before, *[None] * 10, dgate_weight, *[None] * 3, *dweight.split(ctx.outputs)
-
-
-@torch.library.custom_op("nanorun::fp8_turned_heads", mutates_args=())
-def turned_heads(
-    n: Tensor,
-    w: Tensor,
-    n_unit: Tensor,
-    w_unit: Tensor,
-    dtype: torch.dtype,
-    pingpong: bool,
-    cos: Tensor,
-    sin: Tensor,
-    gate: Tensor | None,
-    table: Tensor | None,
-    words: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    gain: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """n·wᵀ of (N, D) and ((H + 2K)·head_dim, D) in eight bits, and what `rope_norm.turn_in_place` does to it. One
-    operator, so that no compiler has to find out that nothing needs to be copied."""
-    qkv = products.product8(n, w, n_unit, w_unit, dtype, pingpong)
-    return qkv, *rope_norm.turn_in_place(qkv, cos, sin, gate, table, words, heads, kv_heads, gain)
-
-
-@turned_heads.register_fake
-def _(
-    n: Tensor,
-    w: Tensor,
-    n_unit: Tensor,
-    w_unit: Tensor,
-    dtype: torch.dtype,
-    pingpong: bool,
-    cos: Tensor,
-    sin: Tensor,
-    gate: Tensor | None,
-    table: Tensor | None,
-    words: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    gain: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    qkv = n.new_empty(n.shape[0], w.shape[0], dtype=dtype)
-    return qkv, *rope_norm.scales_of(qkv, heads, kv_heads)
 
 
 def settle_and_norm(
