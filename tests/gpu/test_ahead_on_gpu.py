@@ -61,7 +61,8 @@ def test_attention_is_found_both_ways(tmp_path, window):
 def test_products_are_found(tmp_path):
     if not products.work(CUDA):
         pytest.skip("quack's products do not run here")
-    first = run("from nanorun.model.kernels import ahead; ahead.products_task()", tmp_path)
+    parts = "[ahead.products_task(part) for part in range(ahead.PRODUCT_PARTS)]"
+    first = run(f"from nanorun.model.kernels import ahead; {parts}", tmp_path)
     found = run(
         "import torch; from nanorun.model.kernels import products; assert products.work(torch.device('cuda'))",
         tmp_path,

@@ -34,7 +34,7 @@ def tasks(monkeypatch, tmp_path):
 
 def test_a_first_start_sends_helpers_for_each_window_for_our_kernels_and_for_the_products(tasks, monkeypatch):
     config = scale_model(12, 32_768)
-    assert ahead.send_ahead(config, HOPPER) == len(tasks) == 4
+    assert ahead.send_ahead(config, HOPPER) == len(tasks) == 6
     called = []
     for task in ("flash_task", "kernels_task", "products_task"):
         monkeypatch.setattr(ahead, task, lambda *shape: called.append(shape))
@@ -43,7 +43,7 @@ def test_a_first_start_sends_helpers_for_each_window_for_our_kernels_and_for_the
     short, full = config.window(0), config.context
     assert short < full
     attention = [(6, 6, 128, full, short), (6, 6, 128, full, full)]
-    assert called == [*attention, (6, 6, 128, full, 768, 3072, 32_768, 32_768), ()]
+    assert called == [*attention, (6, 6, 128, full, 768, 3072, 32_768, 32_768), (0,), (1,), (2,)]
 
 
 def test_a_model_in_sixteen_bits_needs_attention_alone(tasks):
@@ -88,8 +88,8 @@ def test_none_is_sent_where_kernels_are_there_or_cannot_be_used(tasks, monkeypat
 def test_the_first_run_in_eight_bits_after_one_in_sixteen_sends_for_what_is_new(tasks, tmp_path):
     (tmp_path / "flash").mkdir()
     (tmp_path / "flash" / "kernel.o").touch()
-    assert ahead.send_ahead(scale_model(12, 32_768), HOPPER) == 2
-    assert [task.split("(")[0] for task in tasks] == ["kernels_task", "products_task"]
+    assert ahead.send_ahead(scale_model(12, 32_768), HOPPER) == 4
+    assert [task.split("(")[0] for task in tasks] == ["kernels_task"] + 3 * ["products_task"]
 
 
 def test_helpers_at_work_are_ended_when_recalled(monkeypatch):

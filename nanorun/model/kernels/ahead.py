@@ -22,7 +22,8 @@ from nanorun.config import VALUE_GATE_CHANNELS, ModelConfig
 from nanorun.hardware import usable_cores
 from nanorun.model.kernels import add_rows, flash, fp8, products, relu2, rope_norm8, softcap_loss, stream
 
-CORES = 6  # with fewer, helpers would only be in the way
+CORES = 8  # with fewer, helpers would only be in the way
+PRODUCT_PARTS = 3  # the run checks its products before it has anything else to compile
 _helpers: list[subprocess.Popen[bytes]] = []
 
 
@@ -37,7 +38,10 @@ def send_ahead(config: ModelConfig, device: torch.device) -> int:
         tasks += [f"flash_task({shape}, {window})" for window in windows]
     if config.eight_bits(True) == "all" and _installed("quack") and _empty("quack_cache", "QUACK_CACHE_DIR"):
         sizes = f"{config.dim}, {config.mlp_ratio * config.dim}, {config.vocab_size}, {config.padded_vocab}"
-        tasks += [f"kernels_task({shape}, {sizes})", "products_task()"]
+        tasks += [
+            f"kernels_task({shape}, {sizes})",
+            *(f"products_task({part})" for part in range(PRODUCT_PARTS)),
+        ]
     _helpers.extend(_started(task) for task in tasks)
     return len(tasks)
 
@@ -147,6 +151,6 @@ def kernels_task(
     add_rows.add_rows(empty(padded, dim, dtype=torch.float32), words, x)
 
 
-def products_task() -> None:
-    """From the last to the first, since the run itself begins with the first."""
-    products.right(torch.device("cuda"), backwards=True)
+def products_task(part: int) -> None:
+    """Every third product; one that the run comes to meanwhile it waits for."""
+    products.right(torch.device("cuda"), slice(part, None, PRODUCT_PARTS))

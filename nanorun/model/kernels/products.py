@@ -59,8 +59,9 @@ def work(device: torch.device) -> bool:
         return False
 
 
-def right(device: torch.device, backwards: bool = False) -> bool:
-    """Whether every kernel that a model uses gives what it should, each called once, with a last tile cut off."""
+def right(device: torch.device, which: slice = slice(None)) -> bool:
+    """Whether every kernel that a model uses (or `which` of them) gives what it should, each called once, with a last
+    tile cut off."""
     dice = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(n, 128, device=device, generator=dice) for n in (200, 560))
     x8, g8, w8, one = x.to(fp8.E4M3), x.to(fp8.E5M2), w.to(fp8.E4M3), torch.ones(1, device=device)
@@ -81,9 +82,7 @@ def right(device: torch.device, backwards: bool = False) -> bool:
         (lambda: product16(x8.bfloat16(), w8.bfloat16(), y), 2 * forward),
         (lambda: product16(x8.bfloat16(), w8.bfloat16().t().contiguous().t(), None), forward),
     ]
-    errors = [
-        (call().float() - truth).norm() / truth.norm() for call, truth in cases[:: -1 if backwards else 1]
-    ]
+    errors = [(call().float() - truth).norm() / truth.norm() for call, truth in cases[which]]
     return bool((torch.stack(errors) < 0.05).all())
 
 
