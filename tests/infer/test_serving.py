@@ -181,10 +181,11 @@ def test_a_full_queue_is_refused_and_recovers(parrot, tokenizer):
 
 
 def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
-    all_wait = threading.Event()
+    decoding, all_wait = threading.Event(), threading.Event()
 
     def out_of_memory(weights, cache):
         def decode(slots, tokens, positions, longest):
+            decoding.set()
             all_wait.wait(10)
             raise MemoryError("no room")
 
@@ -192,8 +193,9 @@ def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
 
     with Engine(parrot, tokenizer, Settings(slots=1), decoder=out_of_memory) as engine:
         handles = [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]
+        assert decoding.wait(10)  # else warming might come first
         warming = ThreadPoolExecutor(1).submit(engine.warm)
-        while not engine._inbox.tasks and not warming.done():  # it may be taken before anyone looks
+        while not engine._inbox.tasks:
             time.sleep(0.01)
         all_wait.set()
         with pytest.raises(MemoryError, match="no room"):
