@@ -232,7 +232,6 @@ class Terminal:
             start_new_session=True,
         )
         os.close(inside)
-        self.pieces: list[tuple[float, bytes]] = []
 
     def type(self, keys: str) -> None:
         os.write(self.fd, keys.encode())
@@ -245,9 +244,7 @@ class Terminal:
             left = deadline - time.monotonic()
             assert left > 0, f"{wanted.pattern!r} did not come: {came!r}"
             if select.select([self.fd], [], [], left)[0]:
-                piece = os.read(self.fd, 65_536)
-                self.pieces.append((time.monotonic(), piece))
-                came += piece
+                came += os.read(self.fd, 65_536)
         return came
 
     def say(self, line: str) -> str:
@@ -290,10 +287,8 @@ def test_answers_stream_and_ctrl_c_stops_one_and_not_the_program(talkers):
     with terminal(talkers, *GREEDY, "--max-tokens", "2000") as session:
         assert b"talker: " in session.until(PROMPT)
         session.type("loop\r")
-        session.until("tick tock tick tock")
-        session.pieces.clear()
-        session.until("tick tock " * 10)
-        assert len(session.pieces) > 5, "it came in pieces"
+        for _ in range(3):  # it comes in pieces, and the last is far off
+            session.until("tick tock tick")
         session.type("\x03")
         stopped = session.until(PROMPT)
         assert b"Stopped; what there is of it is kept." in stopped
