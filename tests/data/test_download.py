@@ -598,7 +598,7 @@ def test_one_failure_stops_the_others_and_keeps_their_parts(server: BadServer, t
     begin = time.monotonic()
     with pytest.raises(UserError, match="/3 does not exist"):
         fetch_all(files, tmp_path, workers=4, timeout=5)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 4.5, "and not after the 5 s of a stall"
     assert {"0.part", "1.part", "2.part"} <= names(tmp_path)
     assert not any(name.isdecimal() for name in names(tmp_path))
 
@@ -695,7 +695,7 @@ def test_ctrl_c_stops_at_once_even_in_a_stall_and_leaves_a_part(
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 4.5, "and not after the 5 s of a stall"
     del server.always["/f"]
     assert get(remote(server), tmp_path).read_bytes() == CONTENT
     assert server.requests("/f")[-1].headers["range"] == "bytes=100000-"

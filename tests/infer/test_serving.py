@@ -218,16 +218,16 @@ def test_a_closed_engine_says_so(parrot, tokenizer):
 
 
 class Shout:
-    """A tool that is called by "E", and answers with its bytes after a while."""
+    """A tool that is called by "E", and answers with its bytes, or breaks, or has `meanwhile` done first."""
 
-    def __init__(self, answer=b"<42>", pause=0.0, breaks=False):
-        self.answer_bytes, self.pause, self.breaks = answer, pause, breaks
+    def __init__(self, answer=b"<42>", meanwhile=lambda: None, breaks=False):
+        self.answer_bytes, self.meanwhile, self.breaks = answer, meanwhile, breaks
 
     def push(self, token_id):
         return "call" if token_id == ord("E") else None
 
     def answer(self, call):
-        time.sleep(self.pause)
+        self.meanwhile()
         if self.breaks:
             raise ValueError("the tool broke")
         return list(self.answer_bytes)
@@ -256,12 +256,17 @@ def test_a_tool_interrupts_and_its_answer_is_forced(parrot, tokenizer, run_ahead
 
 
 def test_others_go_on_while_a_tool_runs(engine, tokenizer):
-    slow = engine.submit(ask(tokenizer, tool=lambda: Shout(pause=1.0), max_tokens=30))
-    time.sleep(0.1)
-    begin = time.perf_counter()
+    called, may_answer = threading.Event(), threading.Event()
+
+    def wait():
+        called.set()
+        assert may_answer.wait(30)
+
+    slow = engine.submit(ask(tokenizer, tool=lambda: Shout(meanwhile=wait), max_tokens=30))
+    assert called.wait(30)
     engine.generate([ask(tokenizer, max_tokens=40)])
-    assert time.perf_counter() - begin < 0.9
-    assert slow.result(10)[0].finish == "length"
+    may_answer.set()
+    assert slow.result(30)[0].finish == "length"
 
 
 def test_a_tool_that_breaks_ends_only_its_own_request(engine, tokenizer):
