@@ -99,9 +99,10 @@ class _NormLinear(torch.autograd.Function):
         x, inverse, nt, n_unit, columns, unit = ctx.saved_tensors
         dy = dy.contiguous()
         g, gt, g_unit = fp8.quantize(dy, fp8.measure(dy), 0.0, fp8.E5M2)
-        dn = products.product8(g, columns, g_unit, unit, x.dtype, ctx.pingpong).float()
-        dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
-        return norm_backward(dn, x, inverse, dfirst), *[None] * 5, *dweight.split(ctx.outputs)
+        dn, dweight = products.gradients8(
+            g, columns, g_unit, unit, x.dtype, ctx.pingpong, [gt], [nt], [g_unit], [n_unit]
+        )
+        return norm_backward(dn.float(), x, inverse, dfirst), *[None] * 5, *dweight.split(ctx.outputs)
 
 
 class _NormMLP(torch.autograd.Function):
@@ -162,9 +163,8 @@ class _NormMLP(torch.autograd.Function):
         else:
             ht = kept
             du, dut, du_unit = relu2.backward(dh, ht, h_unit, largest, down_longest)
-        ddown = fp8.multiply(gt, ht, g_unit, h_unit, torch.float32, False)
-        dn = products.product8(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong)
-        dup = fp8.multiply(dut, nt, du_unit, n_unit, torch.float32, False)
+        pairs = [gt, dut], [ht, nt], [g_unit, du_unit], [h_unit, n_unit]
+        dn, ddown, dup = products.gradients8(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong, *pairs)
         before = settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share)
         return *[None] * 6, *before, dup, ddown, *[None] * 8
 
@@ -272,8 +272,9 @@ class _NormHeads(torch.autograd.Function):
         g, gt, g_unit = rope_norm8.backward_fp8(
             qkv, inverses, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
         )
-        dn = products.product8(g, columns, g_unit, unit, s.dtype, ctx.pingpong)
-        dweight = fp8.multiply(gt, nt, g_unit, n_unit, torch.float32, False)
+        dn, dweight = products.gradients8(
+            g, columns, g_unit, unit, s.dtype, ctx.pingpong, [gt], [nt], [g_unit], [n_unit]
+        )
         before = settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
         return *before, *[None] * 10, dgate_weight, *[None] * 3, *dweight.split(ctx.outputs)
 

@@ -188,6 +188,47 @@ def _(a: Tensor, b: Tensor, a_unit: Tensor, b_unit: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
 
 
+@torch.library.custom_op("nanorun::fp8_gradients", mutates_args=())
+def gradients8(
+    g: Tensor,
+    w: Tensor,
+    g_unit: Tensor,
+    w_unit: Tensor,
+    dtype: torch.dtype,
+    ours: bool,
+    gts: list[Tensor],
+    xts: list[Tensor],
+    gt_units: list[Tensor],
+    xt_units: list[Tensor],
+) -> list[Tensor]:
+    """`product8`, a gradient on its way to the input, and gᵀ·x of each pair, those of weights, in fp32.
+
+    One operator, though they have little in common. Nobody waits for gradients of weights, so a compiler puts them off
+    as it likes, in a d12 those of nine layers to the very end, and what goes into them has to be kept until then:
+    4 KB a token and layer."""
+    pairs = zip(gts, xts, gt_units, xt_units, strict=True)
+    weights = [fp8.multiply(*pair, torch.float32, False) for pair in pairs]
+    return [product8(g, w, g_unit, w_unit, dtype, ours), *weights]
+
+
+@gradients8.register_fake
+def _(
+    g: Tensor,
+    w: Tensor,
+    g_unit: Tensor,
+    w_unit: Tensor,
+    dtype: torch.dtype,
+    ours: bool,
+    gts: list[Tensor],
+    xts: list[Tensor],
+    *units: list[Tensor],
+) -> list[Tensor]:
+    weights = [
+        gt.new_empty(gt.shape[0], xt.shape[0], dtype=torch.float32) for gt, xt in zip(gts, xts, strict=True)
+    ]
+    return [g.new_empty(g.shape[0], w.shape[0], dtype=dtype), *weights]
+
+
 @torch.library.custom_op("nanorun::fp8_up_relu2", mutates_args=())
 def up_relu2(
     x: Tensor, w: Tensor, x_unit: Tensor, w_unit: Tensor, longest: Tensor, width: int
@@ -262,8 +303,18 @@ class _LinearOnto(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
-        dy = dy.contiguous()
-        return product16(dy, low.t(), None), (dy.t() @ x).float(), None
+        return *gradients16(dy.contiguous(), x, low), None
+
+
+@torch.library.custom_op("nanorun::gradients16", mutates_args=())
+def gradients16(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x·wᵀ, in sixteen bits, the weights' in fp32. One operator for the reason that `gradients8` has."""
+    return product16(dy, w.t(), None), (dy.t() @ x).float()
+
+
+@gradients16.register_fake
+def _(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(w, dtype=torch.float32)
 
 
 @torch.library.custom_op("nanorun::product16", mutates_args=())
