@@ -17,8 +17,8 @@ Memory of one GPU at its peak, which is between the forward and the backward pas
                  the stream, and the rest for one layer at a time.
     loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
                  chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits,
-                 logits are of half a chunk, and their gradient is a byte, twice. Then the backward pass of the last
-                 layer may take more: for a token 60 bytes times the width, measured at d12 in eight bits
+                 logits are of half a chunk, and their gradient is a byte, twice. Then, with many rows, the backward
+                 pass of the last layer takes more: for a token 22 bytes times the width (bench/pretend.py)
 
 The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
 measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), evaluation, and the
@@ -28,10 +28,10 @@ optimizer's scratch memory, for which the activations have made room by then.
 from nanorun.config import Fp8, ModelConfig, scale_model
 from nanorun.hardware import Gpu, named_gpu
 
-# Tokens in a micro-batch: 32,768 all but fill an H200 at d12 (65,536 are 2 or 3% faster, with 17 GiB instead of 11); a
+# Tokens in a micro-batch: 32,768 all but fill an H200 at d12 (65,536 are 2 or 3% faster, with 16 GiB instead of 10); a
 # few thousand stay in a CPU's caches.
 _MICRO_TOKENS = {"cuda": 32_768, "mps": 32_768, "cpu": 4_096}
-_LAST_LAYER_BYTES = 60
+_LAST_LAYER_BYTES = 22
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
 _USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
