@@ -19,10 +19,15 @@ Memory of one GPU at its peak, which is between the forward and the backward pas
                  chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits,
                  logits are of half a chunk, and their gradient is a byte, twice. Then, with many rows, the backward
                  pass of the last layer takes more: for a token 22 bytes times the width (bench/pretend.py)
+    scratch      what is needed later, when activations have made room: only what they do not cover counts, and that
+                 is nothing but in a large model with few rows. The more of two: gradients of the matrices and the
+                 head by the last micro-batch, before they are added to the others; and what Muon takes to update a
+                 stack of matrices, 6.6 times their size, in stacks of at most STACK_BYTES. (To fit, both have to be
+                 there beside the activations: a recorded CUDA graph keeps its room for itself, and what it gave to
+                 one tensor seldom suits another.)
 
 The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
-measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), evaluation, and the
-optimizer's scratch memory, for which the activations have made room by then.
+measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), and evaluation.
 """
 
 from nanorun.config import Fp8, ModelConfig, scale_model
@@ -32,6 +37,8 @@ from nanorun.hardware import Gpu, named_gpu
 # few thousand stay in a CPU's caches.
 _MICRO_TOKENS = {"cuda": 32_768, "mps": 32_768, "cpu": 4_096}
 _LAST_LAYER_BYTES = 22
+STACK_BYTES = 2**28
+_STACKS_AT_ONCE = 6.6  # copies of a stack, at the peak of its update (bench/pretend.py, d40)
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
 _USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
@@ -50,6 +57,17 @@ def eight_bits(model: ModelConfig, gpu: Gpu) -> Fp8:
 def largest_divisor(total: int, at_most: int) -> int:
     """So that a step is whole micro-batches."""
     return next(n for n in range(min(at_most, total), 0, -1) if total % n == 0)
+
+
+def stacked(matrices: int, numbers: int) -> int:
+    """How many matrices of so many numbers are updated at a time, so that stacks are of equal length."""
+    return largest_divisor(matrices, max(STACK_BYTES // (4 * numbers), 1))
+
+
+def _update_bytes(model: ModelConfig) -> float:
+    square = model.dim**2
+    kinds = ((4 * model.depth, square), (model.depth, model.mlp_ratio * square))
+    return _STACKS_AT_ONCE * 4 * max(stacked(matrices, numbers) * numbers for matrices, numbers in kinds)
 
 
 def memory_gb(
@@ -77,6 +95,8 @@ def memory_gb(
         "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute, eight),
         "loss": loss if eight == "none" else max(loss, tokens * _LAST_LAYER_BYTES * model.dim),
     }
+    scratch = max(4 * matrices + head_gradient, _update_bytes(model))
+    parts["scratch"] = max(scratch - parts["activations"] - parts["loss"], 0)
     return {part: size / 2**30 for part, size in parts.items()}
 
 
@@ -125,5 +145,7 @@ def deepest(
 
 
 def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -> bool:
-    total = sum(memory_gb(model, rows, gpu, gpus, recompute).values())
-    return total <= _USABLE[gpu.device] * (gpu.memory_gb - _RESERVE_GB)
+    parts = memory_gb(model, rows, gpu, gpus, recompute)
+    if gpu.device == "cuda":
+        parts["scratch"] = (4 * model.scaling_parameters + _update_bytes(model)) / 2**30
+    return sum(parts.values()) <= _USABLE[gpu.device] * (gpu.memory_gb - _RESERVE_GB)

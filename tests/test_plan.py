@@ -129,9 +129,12 @@ def test_the_micro_batch_is_never_more_than_the_step_has(none):
 
 
 def test_what_fits_only_with_recompute_is_planned_with_it(none):
-    depth = deepest("rtx4090", recompute=True)
-    assert depth > deepest("rtx4090") > 12
-    plan = make_plan(scale(depth, VOCAB), "rtx4090", results=none)
+    long = {
+        "context": 16_384
+    }  # what is kept of one row is then more than the scratch memory that a model needs
+    depth = deepest("rtx4090", recompute=True, **long)
+    assert depth > deepest("rtx4090", **long) > 12
+    plan = make_plan(scale(depth, VOCAB, **long), "rtx4090", results=none)
     assert plan.recompute
     assert plan.fits
     assert plan.mfu == pytest.approx(0.75 * 0.40)

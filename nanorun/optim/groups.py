@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nanorun.config import OptimConfig
+from nanorun.memory import stacked
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,16 @@ def _rules(config: OptimConfig) -> list[tuple[Group, str]]:
 
 
 def split_by_shape(group: Group) -> list[Group]:
-    """One group for each shape (and dtype and device) in it: what can be stacked."""
+    """One group for each shape (and dtype and device) in it: what can be stacked. Of large matrices several, equally
+    long, so that one compiled graph serves them all: an update takes several times its stack's memory."""
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], dict[str, Parameter]] = {}
     for name, param in zip(group.names, group.params, strict=True):
         alike.setdefault((param.shape, param.dtype, param.device), {})[name] = param
-    return [replace(group, names=tuple(m), params=tuple(m.values())) for m in alike.values()]
+    stacks = []
+    for members in alike.values():
+        names, params = tuple(members), tuple(members.values())
+        length = stacked(len(params), params[0].numel())
+        for first in range(0, len(params), length):
+            part = slice(first, first + length)
+            stacks.append(replace(group, names=names[part], params=params[part]))
+    return stacks

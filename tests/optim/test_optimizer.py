@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from nanorun import memory
 from nanorun.config import OptimConfig
 from nanorun.errors import UserError
 from nanorun.optim.adamw import EPSILON
 from nanorun.optim.groups import Group, group_parameters
-from nanorun.optim.muon import even_out, muon_update
+from nanorun.optim.muon import MuonStack, even_out, muon_update
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.orthogonal import newton_schulz, polar_express
 from nanorun.optim.schedules import Rates, rates
@@ -157,6 +158,28 @@ def test_a_stack_moves_as_its_matrices_would_alone():
             optimizer.step(rates(step, 4, CONFIG))
     for name in matrices:
         torch.testing.assert_close(together[name], alone[name], rtol=1e-11, atol=1e-12)
+
+
+def test_large_matrices_are_updated_a_few_at_a_time_to_the_same_effect(monkeypatch):
+    whole, parted = model_parameters(), model_parameters()
+    at_once = build(whole)
+    monkeypatch.setattr(memory, "STACK_BYTES", 4 * 2 * 8 * 8)  # four of k and v, two of q and out, one of the MLP
+    a_few = build(parted)
+    lengths = [len(unit.group.params) for unit in a_few.units if isinstance(unit, MuonStack)]
+    assert sum(lengths) == sum(len(u.group.params) for u in at_once.units if isinstance(u, MuonStack))
+    assert set(lengths) == {1, 2, 4}
+    train(whole, at_once, 0, 4)
+    train(parted, a_few, 0, 4)
+    for name in whole:
+        torch.testing.assert_close(whole[name], parted[name], rtol=1e-11, atol=1e-12)
+
+
+def test_stacks_are_of_equal_length_and_never_too_large():
+    for matrices, numbers in ((48, 768**2), (160, 2560**2), (47, 4 * 3008**2), (3, 10**9)):
+        length = memory.stacked(matrices, numbers)
+        assert matrices % length == 0
+        assert length == 1 or 4 * length * numbers <= memory.STACK_BYTES
+    assert memory.stacked(48, 768**2) == 48
 
 
 @pytest.mark.parametrize("shape", [(3, 10, 10), (3, 24, 8), (3, 8, 24)], ids=str)
