@@ -16,6 +16,8 @@ from torch.nn import Parameter
 from nanorun.config import OptimConfig
 from nanorun.memory import stacked
 
+LARGE = 2**20  # numbers in a parameter
+
 
 @dataclass(frozen=True)
 class Group:
@@ -121,3 +123,17 @@ def split_by_shape(group: Group) -> list[Group]:
             part = slice(first, first + length)
             stacks.append(replace(group, names=names[part], params=params[part]))
     return stacks
+
+
+def split_by_size(group: Group) -> list[Group]:
+    """Tables alone, all else together. Of several tables a compiler makes one kernel, and to find out how to run it
+    best it copies all that it writes: of a deep model's value embeddings, more than there is room for."""
+    large = [param.numel() >= LARGE for param in group.params]
+    parts = [[at] for at, alone in enumerate(large) if alone]
+    parts += [small] if (small := [at for at, alone in enumerate(large) if not alone]) else []
+    return [
+        replace(
+            group, names=tuple(group.names[at] for at in part), params=tuple(group.params[at] for at in part)
+        )
+        for part in parts
+    ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanorun.config import OptimConfig
 from nanorun.errors import UserError
 from nanorun.optim.adamw import AdamWGroup, adamw_update_
-from nanorun.optim.groups import Group, split_by_shape
+from nanorun.optim.groups import Group, split_by_shape, split_by_size
 from nanorun.optim.muon import MuonStack, muon_update
 from nanorun.optim.schedules import Rates
 
@@ -37,7 +37,7 @@ class Optimizer:
             if group.betas is None:
                 self.units += [MuonStack(stack, config, muon) for stack in split_by_shape(group)]
             else:
-                self.units.append(AdamWGroup(group, adamw))
+                self.units += [AdamWGroup(part, adamw) for part in split_by_size(group)]
         self.params = [param for unit in self.units for param in unit.group.params]
         self.updates = 0  # done so far
         if compiled and any(param.dtype == torch.float64 for param in self.params):

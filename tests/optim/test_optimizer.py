@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from nanorun import memory
 from nanorun.config import OptimConfig
 from nanorun.errors import UserError
+from nanorun.optim import groups
 from nanorun.optim.adamw import EPSILON
 from nanorun.optim.groups import Group, group_parameters
 from nanorun.optim.muon import MuonStack, even_out, muon_update
@@ -163,7 +164,9 @@ def test_a_stack_moves_as_its_matrices_would_alone():
 def test_large_matrices_are_updated_a_few_at_a_time_to_the_same_effect(monkeypatch):
     whole, parted = model_parameters(), model_parameters()
     at_once = build(whole)
-    monkeypatch.setattr(memory, "STACK_BYTES", 4 * 2 * 8 * 8)  # four of k and v, two of q and out, one of the MLP
+    monkeypatch.setattr(
+        memory, "STACK_BYTES", 4 * 2 * 8 * 8
+    )  # four of k and v, two of q and out, one of the MLP
     a_few = build(parted)
     lengths = [len(unit.group.params) for unit in a_few.units if isinstance(unit, MuonStack)]
     assert sum(lengths) == sum(len(u.group.params) for u in at_once.units if isinstance(u, MuonStack))
@@ -172,6 +175,27 @@ def test_large_matrices_are_updated_a_few_at_a_time_to_the_same_effect(monkeypat
     train(parted, a_few, 0, 4)
     for name in whole:
         torch.testing.assert_close(whole[name], parted[name], rtol=1e-11, atol=1e-12)
+
+
+def test_large_tables_are_updated_one_by_one_to_the_same_effect(monkeypatch):
+    def tables() -> dict[str, nn.Parameter]:
+        dice = torch.Generator().manual_seed(3)
+        shapes = {"gate": (2, 3), "first": (20, 4), "bias": (5,), "second": (20, 4)}
+        return {name: nn.Parameter(torch.randn(shape, generator=dice)) for name, shape in shapes.items()}
+
+    def optimizer(params: dict[str, nn.Parameter]) -> Optimizer:
+        group = Group("tables", 0.1, 0.01, (0.8, 0.95), tuple(params), tuple(params.values()))
+        return Optimizer([group], CONFIG, compiled=False)
+
+    whole, parted = tables(), tables()
+    at_once = optimizer(whole)
+    monkeypatch.setattr(groups, "LARGE", 60)
+    one_by_one = optimizer(parted)
+    assert [unit.group.names for unit in one_by_one.units] == [("first",), ("second",), ("gate", "bias")]
+    train(whole, at_once, 0, 4)
+    train(parted, one_by_one, 0, 4)
+    assert all(torch.equal(whole[name], parted[name]) for name in whole)
+    assert one_by_one.state_dict().keys() == at_once.state_dict().keys()
 
 
 def test_stacks_are_of_equal_length_and_never_too_large():
