@@ -22,9 +22,8 @@ Memory of one GPU at its peak, which is between the forward and the backward pas
     scratch      what is needed later, when activations have made room: only what they do not cover counts, and that
                  is nothing but in a large model with few rows. The more of two: gradients of the matrices and the
                  head by the last micro-batch, before they are added to the others; and what Muon takes to update a
-                 stack of matrices, 6.6 times their size, in stacks of at most STACK_BYTES. (To fit, both have to be
-                 there beside the activations: a recorded CUDA graph keeps its room for itself, and what it gave to
-                 one tensor seldom suits another.)
+                 stack of matrices, 6.6 times their size, in stacks of at most STACK_BYTES. (To fit, the latter has to
+                 be there in any case: a recorded CUDA graph keeps its room for itself.)
 
 The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
 measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), and evaluation.
@@ -145,7 +144,7 @@ def deepest(
 
 
 def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -> bool:
-    parts = memory_gb(model, rows, gpu, gpus, recompute)
+    total = sum(memory_gb(model, rows, gpu, gpus, recompute).values())
     if gpu.device == "cuda":
-        parts["scratch"] = (4 * model.scaling_parameters + _update_bytes(model)) / 2**30
-    return sum(parts.values()) <= _USABLE[gpu.device] * (gpu.memory_gb - _RESERVE_GB)
+        total += _update_bytes(model) / 2**30
+    return total <= _USABLE[gpu.device] * (gpu.memory_gb - _RESERVE_GB)
