@@ -47,8 +47,9 @@ def test_an_answer_grows_and_stop_keeps_what_there_is_and_frees_the_slot(page, s
     said = answers(page).text_content()
     assert len(said) >= max(page.evaluate("[...window.lengths]")) > min(page.evaluate("[...window.lengths]"))
     assert said.startswith("tick tock tick")
+    page.get_by_role("button", name="New conversation").click()  # a tiny model is confused by half an answer
     ask(page, "hi")
-    expect(answers(page).nth(1)).to_have_text(HI)
+    expect(answers(page)).to_have_text(HI)
 
 
 def test_regenerate_asks_the_same_again_in_place_of_the_answer(page):
