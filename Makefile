@@ -1,6 +1,6 @@
 # make speedrun   see it work: from nothing to a small chat model, in minutes on two CPU cores
 # make test       lint, types and every test that this machine can run
-# make test-gpu   the GPU tests, with the current interpreter; installs nothing; JOBS=1: one file after the other
+# make test-gpu   the GPU tests, by the environment of make test or else python3; installs nothing; JOBS=1: one by one
 # make lint       ruff and mypy alone;  make format: let ruff arrange the code
 # make clean      remove the virtual environment and caches (never your data)
 
@@ -12,6 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Most of a GPU test is compiling on a CPU: four files at a time, those that take longest first.
 JOBS      ?= 4
 LONG      := $(patsubst %,tests/gpu/test_%_on_gpu.py,killed_runs training fp8 micro)
+GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/installed-dev)),$(BIN)/python,$(PYTHON))
 GPU_TESTS := $(LONG) $(filter-out $(LONG),$(wildcard tests/gpu/test_*.py))
 
 .DEFAULT_GOAL := help
@@ -30,10 +31,12 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu:
+	@$(GPU_PYTHON) -c "import torch, pytest" 2>/dev/null || \
+	  { echo "$(GPU_PYTHON) has no torch or no pytest: run make test once, or say make test-gpu PYTHON=..."; exit 2; }
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(GPU_TESTS:%=%.gpu)
 
 %.gpu:
-	$(PYTHON) -m pytest $* || test $$? -eq 5  # 5: nothing in it for this machine
+	$(GPU_PYTHON) -m pytest $* || test $$? -eq 5  # 5: nothing in it for this machine
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

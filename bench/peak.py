@@ -74,21 +74,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import tempfile
 
     import torch
+    from speed import configured
 
     from nanorun.bench.record import record
-    from nanorun.config import Horizon
     from nanorun.runs import Run
     from nanorun.train import base, loop
 
-    config = base.configure(
-        args.depth,
-        horizon=Horizon(),
-        batch_tokens=args.batch_tokens,
-        data=args.data,
-        tokenizer=args.tokenizer,
-        model_changes={"fp8": "all", "sparse_tables": True},
-    )
-    options = base.Options(device_batch=args.rows, graphs=False)
+    changes = {"options": {"device_batch": args.rows, "graphs": False}}
+    config, options = configured({**vars(args), "changes": changes})
     with tempfile.TemporaryDirectory() as folder:
         training = base.assemble(config, Run("peak", Path(folder), {}, None), options, None)
         with training.loader:
@@ -134,6 +127,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="shared-32768")
     parser.add_argument("--batch-tokens", type=int, default=524_288)
     args = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("There is no GPU here; bench/pretend.py tells the peak without one.")
     os.environ["NANORUN_HOME"] = str(args.work)
     found = measure(args)
     print(f"{'GiB':>7} {'bytes a token':>14} {'blocks':>7}")

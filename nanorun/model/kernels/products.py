@@ -204,8 +204,7 @@ def gradients8(
     """`product8`, a gradient on its way to the input, and gᵀ·x of each pair, those of weights, in fp32.
 
     One operator, though they have little in common. Nobody waits for gradients of weights, so a compiler puts them off
-    as it likes, in a d12 those of nine layers to the very end, and what goes into them has to be kept until then:
-    4 KB a token and layer."""
+    as it likes, in a d12 those of nine layers to the very end, and what goes into them has to be kept until then."""
     pairs = zip(gts, xts, gt_units, xt_units, strict=True)
     weights = [fp8.multiply(*pair, torch.float32, False) for pair in pairs]
     return [product8(g, w, g_unit, w_unit, dtype, ours), *weights]
