@@ -37,6 +37,7 @@ ATTENTION_NS = {
 }  # a token and head of 128, both ways, FlashAttention-4, context 2,048
 MUON_TFLOPS = 600
 CHUNK_TOKENS = 8_192  # of the loss
+LOOK = 2 / 8  # bytes read of a number in a gradient for its scale: of every eighth row (model/kernels/fp8.py)
 HEAD_START = 100_000_000  # cycles, about 50 ms
 
 PARTS = (
@@ -109,12 +110,13 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
         "ReLU²": depth * (10 if not in_mlp else 6 if config.fused_relu2 else 9) * hidden,
         "norms and residual stream": depth * stream_bytes * dim,
         "quantizing": depth
-        * ((8 * dim if in_mlp else 0) + ((8 if config.fused_rope else 20) * dim if in_layers else 0)),
+        * ((4 + LOOK) * in_mlp + 3 * (LOOK if config.fused_rope else 4 + LOOK) * in_layers)
+        * dim,
         "loss": 6 * vocab if in_head else 4 * vocab + 12 * vocab * dim / CHUNK_TOKENS,
         "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
         "gradient accumulation": (0 if config.sparse_tables else 3 * table_bytes)
         + 12 * matrices / shape.micro_tokens
-        + (12 * vocab * dim / CHUNK_TOKENS if in_head else 0),
+        + (12 * vocab * dim * max(1 / CHUNK_TOKENS - 1 / shape.micro_tokens, 0) if in_head else 0),
         "casts": 0.0
         if config.cast_once
         else 12 * sum(n for k, n in parameters.items() if k not in eight) / shape.micro_tokens,

@@ -433,10 +433,12 @@ class GPT(nn.Module):
         return cap * torch.tanh(z / cap) if cap else z
 
     def _smeared(self, x: Tensor, docs: Tensor | None) -> Tensor:
+        """Each token's row plus a gated share of the one before it, if its document has one. By adding zeros to the
+        first: of two slices put together a compiler makes a kernel that reads everything three times."""
         gate = torch.sigmoid(self.smear_gate(x[:, 1:, :SMEAR_GATE_CHANNELS])) * self.smear_scale.to(x.dtype)
         if docs is not None:
             gate = gate * (docs[:, 1:] == docs[:, :-1]).unsqueeze(-1)
-        return torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1)
+        return x + F.pad(gate * x[:, :-1], (0, 0, 1, 0))
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -220,9 +220,11 @@ def _eight_bit_gradients(
     their gradient is half as large, and the products that it goes into want many rows."""
     exact = weight.to(x.dtype) if exact_logits else None
     half = fp8.padded(-(-size // 2))
-    losses, dx_chunks = [], []
-    dweight = torch.zeros_like(weight)
-    for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
+    losses, dx = [], torch.empty_like(x)
+    dweight: Tensor | None = None
+    for x_chunk, target_chunk, dx_chunk in zip(
+        x.split(size), targets.split(size), dx.split(size), strict=True
+    ):
         q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
         dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
         dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
@@ -237,10 +239,12 @@ def _eight_bit_gradients(
             )
             del logits
             losses.append(loss.sum())
-        dx_chunks.append(fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False))
-        dweight += fp8.multiply(dzt, qt, dz_unit, unit, weight.dtype, False)
-        del dz, dzt
-    return torch.stack(losses).sum(), torch.cat(dx_chunks), dweight
+        fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False, out=dx_chunk)
+        share = fp8.multiply(dzt, qt, dz_unit, unit, weight.dtype, False)
+        dweight = share if dweight is None else dweight.add_(share)
+        del dz, dzt, share
+    assert dweight is not None
+    return torch.stack(losses).sum(), dx, dweight
 
 
 @_eight_bit_gradients.register_fake

@@ -49,6 +49,18 @@ def copied(*weights):
 SHAPES = [(4096, 768), (1000, 768), (33, 1280), (2049, 1536), (1, 16)]
 
 
+def test_a_row_far_larger_than_all_that_were_looked_at_is_clipped_and_no_other_suffers():
+    x = draw(40_000, 64, dtype=torch.bfloat16)
+    x[12_345] *= 1e6
+    q, qt, unit = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    assert q.float().isfinite().all()
+    assert torch.equal(qt[:, :40_000].float(), q.float().T)
+    clipped, others = meant(q, unit)[12_345], torch.arange(40_000, device="cuda") != 12_345
+    assert clipped.abs().max() >= 16 * x[::8].abs().max().double()
+    assert clipped.sign().equal(x[12_345].double().sign())
+    assert relative_error(meant(q, unit)[others], x[others].double()) < 0.06
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_quantized_on_the_gpu_is_what_torch_casts_both_ways(shape):
     for dtype in (fp8.E4M3, fp8.E5M2):

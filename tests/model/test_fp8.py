@@ -36,6 +36,13 @@ def copied(*weights):
     return copies
 
 
+@pytest.fixture(params=["all rows", "every eighth row"])
+def looked_at(request, monkeypatch):
+    """What the scale of a gradient rests on: in tests, all rows unless few are made to count as very many."""
+    if request.param != "all rows":
+        monkeypatch.setattr(fp8, "SEEN_ROWS", 4)
+
+
 def assert_both_ways(q, qt):
     rows = q.shape[0]
     assert qt.shape == (q.shape[1], -(-rows // 16) * 16)
@@ -61,6 +68,17 @@ def test_the_measure_is_the_largest_entry_and_the_longest_row():
     largest, longest = fp8.measure(x)
     assert largest == x.abs().max()
     torch.testing.assert_close(longest, x.float().norm(dim=1).max())
+
+
+def test_of_very_many_rows_every_eighth_is_measured_with_a_reserve_and_a_weight_s_all(monkeypatch):
+    monkeypatch.setattr(fp8, "SEEN_ROWS", 10)
+    x = draw(100, 80, dtype=torch.bfloat16)
+    x[8 * 5 + 3] *= 1000  # between those that are looked at
+    largest, longest = fp8.measure(x)
+    assert largest == fp8.SPARE * x[::8].abs().max()
+    torch.testing.assert_close(longest, fp8.SPARE * x[::8].float().norm(dim=1).max())
+    assert fp8.measured(x)[0] == x.abs().max()
+    assert [fp8.every(rows) for rows in (0, 19, 20, 79, 80, 10**6)] == [1, 1, 2, 7, 8, 8]
 
 
 def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
@@ -120,7 +138,7 @@ def test_an_input_that_is_a_row_of_weights_is_clipped_not_lost():
 
 
 @pytest.mark.parametrize("shape", [(33, 32), (130, 144)], ids=str)
-def test_the_mlp_agrees_with_float64_forward_and_backward(shape):
+def test_the_mlp_agrees_with_float64_forward_and_backward(shape, looked_at):
     rows, width = shape
     x = draw(1, rows, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
     up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
@@ -153,7 +171,7 @@ def test_stacked_matrices_behind_a_norm_agree_with_float64(kept):
 
 @pytest.mark.parametrize("shape", [(2, 33, 2, 2, 32), (1, 70, 4, 2, 16), (3, 5, 2, 1, 64)], ids=str)
 @pytest.mark.parametrize("own_angles", [False, True])
-def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles):
+def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles, looked_at):
     batch, time, heads, kv_heads, dim = shape
     width = heads * dim
     x = draw(batch, time, width, dtype=torch.bfloat16, size=3.0).requires_grad_()

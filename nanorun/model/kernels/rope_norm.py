@@ -29,7 +29,7 @@ try:
 except ImportError:  # a CPU build of torch has no Triton
     triton = None
 
-TOKENS = 16  # of one head, for each program
+TOKENS = 32  # of one head, for each program; heads first, so that what runs at the same time reads whole rows
 
 
 def fits(head_dim: int) -> bool:
@@ -120,8 +120,9 @@ if triton is not None:
         SLOTS: tl.constexpr,  # 0: q and k are tensors of their own; else they are turned in place
         VALUES: tl.constexpr,
     ):
-        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-        head = tl.program_id(1)
+        turned: tl.constexpr = HEADS + 2 * KV_HEADS if VALUES else HEADS + KV_HEADS
+        head = tl.program_id(0) % turned
+        token = tl.program_id(0) // turned * TOKENS + tl.arange(0, TOKENS)
         half = tl.arange(0, DIM // 2)
         inside = (token < tokens)[:, None]
         row = token.to(tl.int64)[:, None]
@@ -148,7 +149,7 @@ if triton is not None:
         inverse = tl.rsqrt(tl.sum(ra * ra + rb * rb, 1) / DIM + eps)
         scale = gain * inverse[:, None]
         if SLOTS > 0:
-            slot = (tl.program_id(0) + head * tl.num_programs(0)) % SLOTS
+            slot = tl.program_id(0) % SLOTS
             tl.atomic_max(steepest + slot, tl.max(tl.where(token < tokens, inverse, 0.0), 0))
             tl.store(inverses + token.to(tl.int64) * (HEADS + KV_HEADS) + head, inverse, mask=token < tokens)
             to = qkv + at
@@ -177,8 +178,8 @@ if triton is not None:
         DIM: tl.constexpr,
         TOKENS: tl.constexpr,
     ):
-        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-        head = tl.program_id(1)
+        head = tl.program_id(0) % (HEADS + 2 * KV_HEADS)
+        token = tl.program_id(0) // (HEADS + 2 * KV_HEADS) * TOKENS + tl.arange(0, TOKENS)
         half = tl.arange(0, DIM // 2)
         inside = (token < tokens)[:, None]
         row = token.to(tl.int64)[:, None]
@@ -248,7 +249,7 @@ def launch_forward(
 ) -> None:
     tokens, head_dim = qkv.numel() // qkv.size(-1), qkv.size(-1) // (heads + 2 * kv_heads)
     turned = heads + kv_heads if gate is None else heads + 2 * kv_heads
-    _forward_kernel[(triton.cdiv(tokens, TOKENS), turned)](
+    _forward_kernel[(turned * triton.cdiv(tokens, TOKENS),)](
         qkv,
         cos,
         sin,
@@ -286,7 +287,7 @@ def _backward(
     head_dim = qkv.size(-1) // (heads + 2 * kv_heads)
     dqkv = torch.empty_like(qkv)
     tokens = dq.numel() // (heads * head_dim)
-    _backward_kernel[(triton.cdiv(tokens, TOKENS), heads + 2 * kv_heads)](
+    _backward_kernel[((heads + 2 * kv_heads) * triton.cdiv(tokens, TOKENS),)](
         qkv,
         cos,
         sin,
