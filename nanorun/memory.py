@@ -17,8 +17,9 @@ Memory of one GPU at its peak, which is between the forward and the backward pas
                  the stream, and the rest for one layer at a time.
     loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
                  chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits,
-                 logits are of half a chunk, and their gradient is a byte, twice. Then, with many rows, the backward
-                 pass of the last layer takes more: for a token 22 bytes times the width (bench/pretend.py)
+                 logits are of a piece of a chunk and their gradient is a byte, twice.
+                 Then, with many rows, the backward pass of the last layer takes more: for a token 22 bytes times the
+                 width (bench/pretend.py)
     scratch      what is needed later, when activations have made room: only what they do not cover counts, and that
                  is nothing but in a large model with few rows. The more of two: gradients of the matrices and the
                  head by the last micro-batch, before they are added to the others; and what Muon takes to update a
@@ -39,6 +40,7 @@ _LAST_LAYER_BYTES = 22
 STACK_BYTES = 2**28
 _STACKS_AT_ONCE = 6.6  # copies of a stack, at the peak of its update (bench/pretend.py, d40)
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
+PIECE_LOGITS = 2**27  # likewise
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
 _USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of what is left: fragments, and whatever else runs there
 _MOST_ROWS = 4096
@@ -80,12 +82,16 @@ def memory_gb(
     copies = 0 if gpu.compute_bytes == 4 else gpu.compute_bytes * model.scaling_parameters
     tokens = rows * model.context
     logits = min(tokens * model.padded_vocab, CHUNK_LOGITS[gpu.device])
-    logit_bytes = 2 * gpu.compute_bytes if gpu.device == "cuda" else 2 * gpu.compute_bytes + 4 * 4
+    last_stream = tokens * model.dim * gpu.compute_bytes
     head_gradient = 4 * groups["head"]
     eight = eight_bits(model, gpu)
     if eight in ("head", "all"):
-        logit_bytes, head_gradient = gpu.compute_bytes // 2 + 2, 2 * head_gradient
-    loss = logits * logit_bytes + tokens * 2 * model.dim * gpu.compute_bytes + head_gradient
+        head_gradient *= 2
+        loss = 2 * logits + gpu.compute_bytes * min(logits, PIECE_LOGITS)
+    else:
+        logit_bytes = 2 * gpu.compute_bytes if gpu.device == "cuda" else 2 * gpu.compute_bytes + 4 * 4
+        loss = logit_bytes * logits
+    loss += 2 * last_stream + head_gradient
     parts = {
         "weights": 4 * total,
         "gradients": 4 * total,

@@ -13,7 +13,7 @@ from nanorun import hardware
 from nanorun.config import Horizon, sample_preset, scale
 from nanorun.errors import UserError
 from nanorun.hardware import GPUS
-from nanorun.memory import CHUNK_LOGITS, deepest, largest_batch, memory_gb
+from nanorun.memory import CHUNK_LOGITS, PIECE_LOGITS, deepest, largest_batch, memory_gb
 from nanorun.plan import (
     TooLong,
     compare_with_plan,
@@ -106,6 +106,7 @@ def test_grouped_heads_and_no_value_embeddings_need_less():
 def test_chunks_of_logits_are_those_of_the_loss():
     loss = pytest.importorskip("nanorun.model.loss")
     assert CHUNK_LOGITS["cuda"] == loss.CHUNK_LOGITS_GPU
+    assert PIECE_LOGITS == loss.PIECE_LOGITS
     assert CHUNK_LOGITS["cpu"] == CHUNK_LOGITS["mps"] == loss.CHUNK_LOGITS
 
 

@@ -49,6 +49,7 @@ LARGEST_UNSHIFTED_SOFTCAP = 75.0
 CHUNK_LOGITS_GPU = 2**28
 CHUNK_LOGITS = 2**25
 CHUNK_MULTIPLE = 128  # rows; what matmul kernels like
+PIECE_LOGITS = 2**27  # in sixteen bits at a time, where a chunk is of gradients in eight
 
 
 def plain_loss(
@@ -216,35 +217,33 @@ def _eight_bit_gradients(
     exact_logits: bool,
     pingpong: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the loss over all rows, and its gradients. Logits, in sixteen bits, come half a chunk at a time:
-    their gradient is half as large, and the products that it goes into want many rows."""
+    """The sum of the loss over all rows, and its gradients. Logits, in sixteen bits, come a piece at a time; the
+    products that their gradient goes into want many rows."""
     exact = weight.to(x.dtype) if exact_logits else None
-    half = fp8.padded(-(-size // 2))
-    losses, dx = [], torch.empty_like(x)
+    piece = fp8.padded(max(PIECE_LOGITS // head.shape[0], 1))
+    losses, dx = x.new_empty(x.shape[0], dtype=torch.float32), torch.empty_like(x)
     dweight: Tensor | None = None
-    for x_chunk, target_chunk, dx_chunk in zip(
-        x.split(size), targets.split(size), dx.split(size), strict=True
-    ):
+    chunks = zip(*(each.split(size) for each in (x, targets, losses, dx)), strict=True)
+    for x_chunk, target_chunk, loss_chunk, dx_chunk in chunks:
         q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
         dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
         dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
-        for first in range(0, q.shape[0], half):
-            rows = slice(first, first + half)
+        for first in range(0, q.shape[0], piece):
+            rows = slice(first, first + piece)
             if exact is not None:
                 logits = x_chunk[rows] @ exact.T
             else:
                 logits = products.product8(q[rows], head, unit, head_unit, x.dtype, pingpong)
-            loss, dz_unit = softcap_loss.softcap_loss_fp8(
-                logits, target_chunk[rows], softcap, vocab_size, dz, dzt, first
+            dz_unit = softcap_loss.softcap_loss_fp8(
+                logits, target_chunk[rows], softcap, vocab_size, loss_chunk[rows], dz, dzt, first
             )
             del logits
-            losses.append(loss.sum())
         fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False, out=dx_chunk)
         share = fp8.multiply(dzt, qt, dz_unit, unit, weight.dtype, False)
         dweight = share if dweight is None else dweight.add_(share)
         del dz, dzt, share
     assert dweight is not None
-    return torch.stack(losses).sum(), dx, dweight
+    return losses.sum(), dx, dweight
 
 
 @_eight_bit_gradients.register_fake

@@ -127,7 +127,9 @@ if triton is not None:
 @torch.library.custom_op("nanorun::softcap_loss", mutates_args={"logits"})
 def softcap_loss(logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient: bool) -> Tensor:
     """The loss of each row of (n, V) logits, 0 where the target is -1; `gradient`: they become its gradient."""
-    return _rows(logits, targets, softcap, vocab_size, gradient)[0]
+    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    _rows(logits, targets, softcap, vocab_size, losses, gradient)
+    return losses
 
 
 @softcap_loss.register_fake
@@ -135,20 +137,21 @@ def _(logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("nanorun::softcap_loss_fp8", mutates_args={"gradient", "turned"})
+@torch.library.custom_op("nanorun::softcap_loss_fp8", mutates_args={"losses", "gradient", "turned"})
 def softcap_loss_fp8(
     logits: Tensor,
     targets: Tensor,
     softcap: float,
     vocab_size: int,
+    losses: Tensor,
     gradient: Tensor,
     turned: Tensor,
     first: int,
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row of (n, V) logits, and the unit of its gradient in e5m2, which is written into rows of
-    `gradient` (N, V) and, transposed, into columns of `turned` (V, N), from `first` on."""
+) -> Tensor:
+    """The loss of each row of (n, V) logits, into `losses` (n,), and its gradient in e5m2, into rows of `gradient`
+    (N, V) and, transposed, into columns of `turned` (V, N), from `first` on; returns the gradient's unit."""
     rows, columns = logits.shape
-    losses, totals = _rows(logits, targets, softcap, vocab_size, gradient=False)
+    totals = _rows(logits, targets, softcap, vocab_size, losses, gradient=False)
     unit = logits.new_empty(1, dtype=torch.float32)
     q, qt = gradient[first:], turned[:, first:]
     _gradient_tile[(triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
@@ -170,21 +173,20 @@ def softcap_loss_fp8(
         FAST=_fast(logits),
         num_warps=8,
     )
-    return losses, unit
+    return unit
 
 
 @softcap_loss_fp8.register_fake
-def _(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    losses, unit = (logits.new_empty(n, dtype=torch.float32) for n in (logits.shape[0], 1))
-    return losses, unit
+def _(logits: Tensor, *others: Any) -> Tensor:
+    return logits.new_empty(1, dtype=torch.float32)
 
 
 def _rows(
-    logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Losses, and logarithms (to base 2) of the sums of exponentials."""
+    logits: Tensor, targets: Tensor, softcap: float, vocab_size: int, losses: Tensor, gradient: bool
+) -> Tensor:
+    """Logarithms (to base 2) of the sums of exponentials; losses where they shall go."""
     rows, columns = logits.shape
-    losses, totals = logits.new_empty(2, rows, dtype=torch.float32).unbind()
+    totals = logits.new_empty(rows, dtype=torch.float32)
     _row[(rows,)](
         logits,
         targets,
@@ -198,7 +200,7 @@ def _rows(
         GRADIENT=gradient,
         num_warps=8 if columns >= BLOCK else 4,
     )
-    return losses, totals
+    return totals
 
 
 def _fast(logits: Tensor) -> bool:
