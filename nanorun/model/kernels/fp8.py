@@ -18,7 +18,7 @@ remembered (a run goes on bit for bit, a block computed again gives the same bit
     gradients into a layer sixteen times the largest entry of every eighth row (`SPARE`, `every`). Neither an exact
                            bound nor a tight one is needed where the range has 31 powers of two: entries keep 20 of
                            them below the largest, and what should be more than sixteen times as large as anything
-                           in thousands of other rows is clipped. Reading all rows took 1.5% of a step
+                           in thousands of other rows is clipped. Reading all rows took 1.7% of a step
     gradients of q and k   likewise; rope_norm8.py says how
     gradient of relu²      Cauchy and Schwarz again, from the longest gradient row and column of weights.
                            Typical entries land 13 powers of two below it, and e5m2 has 17 more below them

@@ -9,9 +9,8 @@ were; the second time the row comes from the cache. (Holding the whole row in re
 
 `_chunk_loss` in model/loss.py is the same in plain PyTorch, and the truth in tests.
 
-For 16-bit logits tanh is the GPU's own approximate instruction, for two fp16 numbers at once: its error (2⁻¹¹ of
-the value) is a quarter of the logits' rounding to bf16. A multiprocessor makes 16 such functions a cycle, so that
-tanh and exponential, one each for a number, would take longer than the bytes.
+For 16-bit logits tanh is the GPU's own approximate instruction: its error (2⁻¹¹ of the value) is a quarter of
+the logits' rounding to bf16.
 
 For a head in eight bits the gradient is wanted as e5m2 and transposed as well (fp8.py says why), so tiles have
 to be written. Then sums and gradient are two kernels, and the logits are read twice from memory; but what is
@@ -34,20 +33,17 @@ try:
 except ImportError:  # a CPU build of torch has no Triton
     triton = None
 
-BLOCK = 4_096  # columns at a time
+BLOCK = 8_192  # columns at a time
 TILE_ROWS, TILE_COLUMNS = 64, 64  # of a gradient written both ways
 
 if triton is not None:
 
     @triton.jit
-    def _tanh(y, FAST: tl.constexpr, PAIRS: tl.constexpr = True):
+    def _tanh(y, FAST: tl.constexpr):
         if FAST:
-            asm: tl.constexpr = "tanh.approx.f16x2 $0, $1;" if PAIRS else "tanh.approx.f16 $0, $1;"
-            kinds: tl.constexpr = "=r,r" if PAIRS else "=h,h"
-            t = tl.inline_asm_elementwise(
-                asm, kinds, [y.to(tl.float16)], dtype=tl.float16, is_pure=True, pack=2 if PAIRS else 1
+            return tl.inline_asm_elementwise(
+                "tanh.approx.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
             )
-            return t.to(tl.float32)
         return 1 - 2 / (1 + tl.exp(2 * y))
 
     @triton.jit
@@ -76,7 +72,7 @@ if triton is not None:
             z = tl.load(start + column, mask=column < VOCAB, other=0.0).to(tl.float32)
             sums += tl.where(column < VOCAB, tl.exp2(_tanh(z * inverse, FAST) * scale), 0.0)
         log2_total = tl.log2(tl.sum(sums, 0))
-        loss = log2_total * 0.6931471805599453 - softcap * _tanh(z_target * inverse, FAST, False)
+        loss = log2_total * 0.6931471805599453 - softcap * _tanh(z_target * inverse, FAST)
         tl.store(losses + row, tl.where(trained, loss, 0.0))
         tl.store(totals + row, log2_total)
         if GRADIENT:
@@ -198,7 +194,7 @@ def _rows(
         BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
         FAST=_fast(logits),
         GRADIENT=gradient,
-        num_warps=8 if columns >= BLOCK else 4,
+        num_warps=16 if columns >= BLOCK else 4,
     )
     return totals
 
