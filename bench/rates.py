@@ -93,7 +93,7 @@ def measured_rates() -> dict[str, Any]:
     kernels = []
     for name, moved, call in (
         ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
-        ("measure", 2 * narrow, lambda: fp8.measure(x)),
+        ("measure", 2 * narrow / fp8.every(tokens), lambda: fp8.measure(x)),
         ("quantize", 4 * narrow, lambda: fp8.quantize(x, parts, 0.0, fp8.E5M2)),
         ("norm_quantize", 4 * narrow, lambda: fp8.norm_quantize(x)),
         ("stream forward", 10 * narrow, lambda: fp8.stream_norm_quantize(x, y, start, one, one)),
@@ -128,7 +128,7 @@ def measured_rates() -> dict[str, Any]:
         ),
         (
             "rope_norm backward_fp8",
-            22 * narrow,
+            (16 + 6 / fp8.every(tokens)) * narrow,
             lambda: rope_norm8.backward_fp8(
                 qkv, inverses, angle, angle, *gradients, steepest, heads, heads, 1.2
             ),

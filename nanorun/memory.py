@@ -17,7 +17,8 @@ Memory of one GPU at its peak, which is between the forward and the backward pas
                  the stream, and the rest for one layer at a time.
     loss         logits of one chunk and their gradient, the gradient of the last stream (twice, while its
                  chunks are joined), and one chunk's share of the head's gradient. Where the head is in eight bits,
-                 logits are of a piece of a chunk and their gradient is a byte, twice.
+                 logits are of a piece of a chunk and their gradient is a byte, twice. (Nothing is joined there, but
+                 as much is found to be taken.)
                  Then, with many rows, the backward pass of the last layer takes more: for a token 22 bytes times the
                  width (bench/pretend.py)
     scratch      what is needed later, when activations have made room: only what they do not cover counts, and that
@@ -33,7 +34,7 @@ measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USAB
 from nanorun.config import Fp8, ModelConfig, scale_model
 from nanorun.hardware import Gpu, named_gpu
 
-# Tokens in a micro-batch: 65,536 take 15.8 GiB of an H200 at d12 and are 2% faster there than 32,768, which take 10.4;
+# Tokens in a micro-batch: 65,536 take 15.8 GiB of an H200 at d12 and are 2.5% faster than 32,768, which take 10.5;
 # a few thousand stay in a CPU's caches.
 _MICRO_TOKENS = {"cuda": 65_536, "mps": 32_768, "cpu": 4_096}
 _LAST_LAYER_BYTES = 22

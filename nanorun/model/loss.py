@@ -220,7 +220,7 @@ def _eight_bit_gradients(
     """The sum of the loss over all rows, and its gradients. Logits, in sixteen bits, come a piece at a time; the
     products that their gradient goes into want many rows."""
     exact = weight.to(x.dtype) if exact_logits else None
-    piece = fp8.padded(max(PIECE_LOGITS // head.shape[0], 1))
+    most = max(PIECE_LOGITS // head.shape[0], 1)
     losses, dx = x.new_empty(x.shape[0], dtype=torch.float32), torch.empty_like(x)
     dweight: Tensor | None = None
     chunks = zip(*(each.split(size) for each in (x, targets, losses, dx)), strict=True)
@@ -228,6 +228,8 @@ def _eight_bit_gradients(
         q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
         dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
         dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
+        pieces = -(-q.shape[0] // most)
+        piece = fp8.padded(-(-q.shape[0] // pieces))  # as equal as can be
         for first in range(0, q.shape[0], piece):
             rows = slice(first, first + piece)
             if exact is not None:

@@ -1,5 +1,6 @@
 """Eight bits: each kernel against float64, the bounds that scales rest on, and a model that learns with them."""
 
+import math
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -219,6 +220,27 @@ def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
     assert relative_error(meant(g, unit)[:, 64:], truth[:, 64:]) < 0.08, (
         "small ones beside it keep their precision"
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 33, 70])
+def test_the_gradients_of_queries_keys_and_values_are_each_looked_at_to_the_last_sampled_token(
+    tokens, monkeypatch
+):
+    monkeypatch.setattr(fp8, "SEEN_ROWS", 4)
+    monkeypatch.setattr(rope_norm8, "MEASURED", 64)  # many programs, none of them with whole tokens
+    heads, kv_heads, dim, every = 3, 1, 16, fp8.every(tokens)
+    turned = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+    angle = torch.zeros(tokens, dim // 2, device=DEVICE, dtype=torch.bfloat16)
+    inverses, steepest = torch.ones(tokens, heads + kv_heads, device=DEVICE), torch.ones(64, device=DEVICE)
+    last = (tokens - 1) // every * every
+    for which, reach in ((0, dim**0.5), (1, dim**0.5), (2, 1)):
+        gradients = [draw(tokens, n, dim, seed=n, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
+        gradients[which][last, -1, -1] = 1000
+        *_, unit = rope_norm8.backward_fp8(
+            turned, inverses, angle.cos(), angle, *gradients, steepest, heads, kv_heads, 1.0
+        )
+        bound = 1000 * reach * (fp8.SPARE if every > 1 else 1) / fp8.MOST[fp8.E5M2]
+        assert unit.item() == 2 ** math.ceil(math.log2(bound))
 
 
 @pytest.mark.parametrize("sizes", [(97, 128, 33), (300, 320, 130)], ids=str)

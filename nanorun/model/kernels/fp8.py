@@ -16,12 +16,13 @@ remembered (a run goes on bit for bit, a block computed again gives the same bit
                            more is clipped, which needs a row that points within 60° of an input: in 768
                            dimensions chance is 14 standard deviations away from that
     gradients into a layer sixteen times the largest entry of every eighth row (`SPARE`, `every`). Neither an exact
-                           bound nor a tight one is needed where the range has 31 powers of two: entries keep 20 of
-                           them below the largest, and what should be more than sixteen times as large as anything
-                           in thousands of other rows is clipped. Reading all rows took 1.7% of a step
+                           bound nor a tight one is needed where the range has 31 powers of two: 26 are left below
+                           the largest that was seen, and what would be more than sixteen times as large as anything
+                           in thousands of other rows is clipped (an infinity among those, too; no NaN is). Reading
+                           all rows took 1.7% of a step
     gradients of q and k   likewise; rope_norm8.py says how
     gradient of relu²      Cauchy and Schwarz again, from the longest gradient row and column of weights.
-                           Typical entries land 13 powers of two below it, and e5m2 has 17 more below them
+                           Typical entries land 17 powers of two below it, and e5m2 has 13 more below them
     gradient of logits     |softmax - onehot| ≤ 1
 
 Both ways. A matrix unit wants both factors with the summed index in adjacent bytes, and the three products of
@@ -285,7 +286,8 @@ def measured(x: Tensor, every: int = 1) -> Tensor:
 
 
 def every(rows: int) -> int:
-    """Which rows of a gradient are looked at: each eighth of very many, so that none of a few is left out."""
+    """Which rows of a gradient are looked at: each eighth of very many. None of a few is left out, and of many, any
+    eight in a row have one: a gradient that is zero but for fewer could be lost."""
     return min(max(rows // SEEN_ROWS, 1), 8)
 
 
