@@ -1,4 +1,5 @@
-"""Triton's interpreter cuts numbers off where a GPU rounds them to the nearest 8-bit float; here it rounds, too."""
+"""Triton's interpreter cuts numbers off where a GPU rounds them to the nearest 8-bit float; here it rounds, too, and
+has fewer programs to go through."""
 
 import numpy as np
 import pytest
@@ -24,3 +25,10 @@ def rounding_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return value.clamp(-most, most).to(dtype).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes long for each, and a model's copies of weights are measured often."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("nanorun.model.kernels.fp8.MEASURED_ROWS", 64)
