@@ -130,9 +130,7 @@ def test_the_micro_batch_is_never_more_than_the_step_has(none):
 
 
 def test_what_fits_only_with_recompute_is_planned_with_it(none):
-    long = {
-        "context": 16_384
-    }  # what is kept of one row is then more than the scratch memory that a model needs
+    long = {"context": 16_384}  # one row then keeps more than a model needs as scratch memory
     depth = deepest("rtx4090", recompute=True, **long)
     assert depth > deepest("rtx4090", **long) > 12
     plan = make_plan(scale(depth, VOCAB, **long), "rtx4090", results=none)

@@ -1,19 +1,15 @@
-"""The optimizer against plain loops in float64, torch's own AdamW, a restart, and the compiler."""
+"""The optimizer against plain loops in float64, torch's own AdamW, and the compiler."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from small_model import CONFIG, build, model_parameters, set_gradients, train
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from nanorun import memory
 from nanorun.config import OptimConfig
-from nanorun.errors import UserError
 from nanorun.optim import groups
 from nanorun.optim.adamw import EPSILON
 from nanorun.optim.groups import Group, group_parameters
@@ -21,39 +17,6 @@ from nanorun.optim.muon import MuonStack, even_out, muon_update
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.orthogonal import newton_schulz, polar_express
 from nanorun.optim.schedules import Rates, rates
-
-CONFIG = OptimConfig()
-
-
-def model_parameters(dtype: torch.dtype = torch.float64, layers: int = 2) -> dict[str, nn.Parameter]:
-    """Every kind of name our GPT has, at a size that a test can afford."""
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (20, 8), "head.weight": (20, 8)}
-    for i in range(layers):
-        shapes |= {f"blocks.{i}.attention.{kind}.weight": (8, 8) for kind in ("q", "out")}
-        shapes |= {f"blocks.{i}.attention.{kind}.weight": (4, 8) for kind in ("k", "v")}
-        shapes |= {f"blocks.{i}.mlp.up.weight": (32, 8), f"blocks.{i}.mlp.down.weight": (8, 32)}
-    last = layers - 1
-    shapes |= {f"value_embeds.{last}.weight": (20, 4), f"blocks.{last}.attention.value_gate.weight": (1, 12)}
-    shapes |= {"smear_gate.weight": (1, 24), "smear_scale": (), "backout_scale": (1,)}
-    shapes |= {"lambdas": (layers,), "mus": (layers,)}
-    generator = torch.Generator().manual_seed(5)
-    return {
-        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        for name, shape in shapes.items()
-    }
-
-
-def set_gradients(params: dict[str, nn.Parameter], step: int) -> None:
-    """Gradients as from a loss: they depend on the parameters, and differ from step to step."""
-    generator = torch.Generator().manual_seed(100 + step)
-    for param in params.values():
-        noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
-        param.grad = 0.3 * param.detach() + noise
-
-
-def build(params: dict[str, nn.Parameter], config: OptimConfig = CONFIG, **options) -> Optimizer:
-    options = {"compiled": False, **options}
-    return Optimizer(group_parameters(params.items(), config), config, **options)
 
 
 def matrix_optimizer(matrices: list[nn.Parameter], config: OptimConfig) -> Optimizer:
@@ -164,9 +127,7 @@ def test_a_stack_moves_as_its_matrices_would_alone():
 def test_large_matrices_are_updated_a_few_at_a_time_to_the_same_effect(monkeypatch):
     whole, parted = model_parameters(), model_parameters()
     at_once = build(whole)
-    monkeypatch.setattr(
-        memory, "STACK_BYTES", 4 * 2 * 8 * 8
-    )  # four of k and v, two of q and out, one of the MLP
+    monkeypatch.setattr(memory, "STACK_BYTES", 512)  # four of k and v, two of q and out, one of the MLP
     a_few = build(parted)
     lengths = [len(unit.group.params) for unit in a_few.units if isinstance(unit, MuonStack)]
     assert sum(lengths) == sum(len(u.group.params) for u in at_once.units if isinstance(u, MuonStack))
@@ -391,110 +352,6 @@ def test_gradients_are_dropped_or_zeroed_where_they_are():
     optimizer.zero_grad()
     assert all(param.grad is None for param in params.values())
     optimizer.zero_grad(keep_buffers=True)  # nothing to keep
-
-
-# --- state ------------------------------------------------------------------------------------------------
-
-
-def train(params: dict[str, nn.Parameter], optimizer: Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        set_gradients(params, step)
-        optimizer.step(rates(step, 10, CONFIG))
-
-
-def test_a_new_process_goes_on_bit_identically(tmp_path: Path):
-    straight = model_parameters(torch.float32)
-    train(straight, build(straight), 0, 10)
-
-    params = model_parameters(torch.float32)
-    optimizer = build(params)
-    train(params, optimizer, 0, 4)
-    torch.save({name: param.detach() for name, param in params.items()}, tmp_path / "model.pt")
-    torch.save(optimizer.state_dict(), tmp_path / "optim.pt")
-    script = f"""
-import sys, torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_optimizer import build, train
-torch.set_num_threads(1)
-params = {{name: torch.nn.Parameter(value) for name, value in torch.load("model.pt").items()}}
-optimizer = build(params)
-optimizer.load_state_dict(torch.load("optim.pt"))
-assert optimizer.updates == 4
-train(params, optimizer, 4, 10)
-torch.save({{name: param.detach() for name, param in params.items()}}, "end.pt")
-"""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env=environment)
-    end = torch.load(tmp_path / "end.pt")
-    assert all(torch.equal(end[name], straight[name]) for name in straight)
-
-
-def test_the_state_goes_into_a_safetensors_file_as_it_is(tmp_path: Path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    params = model_parameters(torch.float32)
-    optimizer = build(params)
-    train(params, optimizer, 0, 2)
-    safetensors.save_file(optimizer.state_dict(), tmp_path / "optim.safetensors")
-    fresh = build(model_parameters(torch.float32))
-    fresh.load_state_dict(safetensors.load_file(tmp_path / "optim.safetensors"))
-    assert fresh.updates == 2
-    state = fresh.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in optimizer.state_dict().items())
-
-
-def test_the_state_is_by_parameter_and_fits_other_stacks():
-    """Saved by one optimizer over everything, loaded by one with the layers in another order."""
-    params, other = model_parameters(), model_parameters()
-    optimizer = build(params)
-    train(params, optimizer, 0, 3)
-    reordered = build(dict(reversed(other.items())))
-    assert optimizer.units[0].group.names != reordered.units[0].group.names
-    for name, param in other.items():
-        param.data.copy_(params[name])
-    state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
-    assert state["blocks.0.mlp.up.weight.momentum"].shape == (32, 8)
-    assert state["blocks.0.mlp.up.weight.second_moment"].shape == (32, 1)
-    assert state["blocks.0.mlp.down.weight.second_moment"].shape == (1, 32)
-    reordered.load_state_dict(state)
-    train(params, optimizer, 3, 6)
-    train(other, reordered, 3, 6)
-    for name in params:
-        torch.testing.assert_close(params[name], other[name], rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda state: state.pop("mus.first_moment"), "mus.first_moment is missing"),
-        (lambda state: state.pop("updates"), "updates is missing"),
-        (lambda state: state.update(stray=torch.zeros(1)), "stray is not known"),
-        (
-            lambda state: state.update({"lambdas.first_moment": torch.zeros(3)}),
-            r"lambdas.first_moment is \(3,\) float32 and not \(2,\) float64",
-        ),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage, says):
-    params = model_parameters()
-    optimizer = build(params)
-    train(params, optimizer, 0, 2)
-    kept = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
-    bad = {name: torch.ones_like(tensor) for name, tensor in kept.items()}
-    damage(bad)
-    with pytest.raises(UserError, match=says):
-        optimizer.load_state_dict(bad)
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in optimizer.state_dict().items())
-
-
-def test_half_precision_parameters_keep_their_state_in_float32():
-    params = model_parameters(torch.bfloat16)
-    optimizer = build(params)
-    train(params, optimizer, 0, 2)
-    assert all(param.dtype == torch.bfloat16 and param.isfinite().all() for param in params.values())
-    state = optimizer.state_dict()
-    del state["updates"]
-    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
 # --- the compiler -----------------------------------------------------------------------------------------

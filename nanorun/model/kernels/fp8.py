@@ -278,9 +278,9 @@ def measured(x: Tensor, every: int = 1) -> Tensor:
     """The largest entry of (N, D), and the length of its longest row; or SPARE times that of every so-manieth."""
     rows, columns = x.shape
     found = x.new_zeros(2, dtype=torch.float32)
-    spare = SPARE if every > 1 else 1.0
+    sizes = (rows, every, spare(every), columns)
     _measure_kernel[(triton.cdiv(rows, every * MEASURED_ROWS),)](
-        x.contiguous(), found, rows, every, spare, columns, MEASURED_ROWS, MEASURED_COLUMNS, num_warps=4
+        x.contiguous(), found, *sizes, MEASURED_ROWS, MEASURED_COLUMNS, num_warps=4
     )
     return found
 
@@ -289,6 +289,11 @@ def every(rows: int) -> int:
     """Which rows of a gradient are looked at: each eighth of very many. None of a few is left out, and of many, any
     eight in a row have one: a gradient that is zero but for fewer could be lost."""
     return min(max(rows // SEEN_ROWS, 1), 8)
+
+
+def spare(every: int) -> float:
+    """What the largest of every so-manieth row is multiplied by, to stand for all."""
+    return SPARE if every > 1 else 1.0
 
 
 @measure.register_fake

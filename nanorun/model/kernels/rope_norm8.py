@@ -204,7 +204,7 @@ def backward_fp8(
         largest,
         tokens,
         every,
-        fp8.SPARE if every > 1 else 1.0,
+        fp8.spare(every),
         Q=width,
         KV=kv_heads * head_dim,
         AT_ONCE=MEASURED,
