@@ -24,7 +24,6 @@ import torch  # noqa: E402
 from tables import TABLES  # noqa: E402
 
 from nanorun import hardware  # noqa: E402
-from nanorun.bench.record import record, save  # noqa: E402
 from nanorun.config import scale_model  # noqa: E402
 from nanorun.data.bundle import open_bundle  # noqa: E402
 from nanorun.errors import UserError  # noqa: E402
@@ -35,6 +34,7 @@ from nanorun.evals.core_prompts import Encoded, Encoder, encode_task  # noqa: E4
 from nanorun.evals.core_score import one_at_a_time, score, verdicts  # noqa: E402
 from nanorun.evals.run import load_model  # noqa: E402
 from nanorun.model.gpt import GPT, build  # noqa: E402
+from nanorun.provenance import record, write_and_print_result  # noqa: E402
 from nanorun.text.store import open_tokenizer  # noqa: E402
 from nanorun.train.base import compute_dtype  # noqa: E402
 
@@ -150,7 +150,7 @@ def main() -> None:
     except UserError as error:
         sys.exit(str(error))
     print(TABLES["core speed"](result))
-    save(result, arguments.save)
+    write_and_print_result(result, arguments.save)
 
 
 if __name__ == "__main__":

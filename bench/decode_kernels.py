@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from nanorun.bench.record import keep, record
 from nanorun.config import ModelConfig, scale_model
 from nanorun.infer.kernels.attention import Split, attention_out, rope_cache_attention
 from nanorun.infer.kernels.elementwise import relu2_, residual_norm, softcap
@@ -36,6 +35,7 @@ from nanorun.infer.kernels.step import Tuning, decode_step, plain_step, tune
 from nanorun.infer.kernels.weights import DecodeWeights, RingCache, Scratch, decode_weights
 from nanorun.infer.weights import Matrix
 from nanorun.model.gpt import build
+from nanorun.provenance import record, write_result
 
 CUDA = torch.device("cuda")
 BEYOND_L2 = 300_000_000  # bytes; an H200 has 60 MB
@@ -419,7 +419,7 @@ def main() -> None:
     shown = [row for row in found if args.all or "us" not in row or row.get("best")]
     print_table(shown, bandwidth)
     result = record("decode kernels", context=args.context, copy_gb_per_s=bandwidth, rows=found)
-    keep(result, args.save)
+    write_result(result, args.save)
     steps = [row for row in found if row["kernel"] in ("STEP", "ERROR")]
     print(json.dumps({**result, "rows": steps}, ensure_ascii=False), flush=True)
     wrong = [row for row in steps if row.get("error", 0.0) > 0.03]

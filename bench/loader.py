@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from tables import TABLES
 
-from nanorun.bench.record import record, save
 from nanorun.data.dataset import open_dataset
 from nanorun.data.loader import Loader
 from nanorun.data.packing import Pieces, plan_rows
 from nanorun.data.rows import UNITS_PER_BLOCK, RowOrder, shuffled
 from nanorun.data.sources import Source, open_source
+from nanorun.provenance import record, write_and_print_result
 from nanorun.text.store import open_tokenizer
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     packed = [packing(pools, context, how, reuse) for context in (256, 1024, 2048) for how, reuse in ways]
     result = record("loader", rows=args.rows, speed=speeds, packing=packed)
     print(TABLES["loader"](result), end="\n\n")
-    save(result, args.save)
+    write_and_print_result(result, args.save)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from speed import configured
 
-    from nanorun.bench.record import record
+    from nanorun.provenance import record
     from nanorun.runs import Run
     from nanorun.train import base, loop
 

@@ -98,7 +98,7 @@ def evaluations(args: argparse.Namespace, way: str, seed: int) -> list[tuple[int
 
 
 def result(args: argparse.Namespace) -> dict[str, Any]:
-    from nanorun.bench.record import record
+    from nanorun.provenance import record
 
     curves = {
         way: {seed: found for seed in range(args.seeds) if (found := evaluations(args, way, seed))}

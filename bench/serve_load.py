@@ -34,9 +34,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nanorun.bench.record import keep, record
 from nanorun.chat.conversation import Options, Speaker
 from nanorun.infer.request import Request, Sampling
+from nanorun.provenance import record, write_result
 from nanorun.runs import newest_speaker
 
 SAMPLING = Sampling(temperature=0.8, top_k=50)
@@ -346,7 +346,7 @@ def main() -> None:
         print(f"{key:>18}  {value}")
     result = record("serve", model=name, slots=args.slots, tokens=args.tokens, rows=rows, abuse=abused)
     result["exit_code"] = code
-    keep(result, args.save)
+    write_result(result, args.save)
     print(json.dumps(result))
 
 

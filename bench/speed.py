@@ -271,9 +271,9 @@ def predicted(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_budget(path: Path, budgets: dict[str, Any], args: argparse.Namespace) -> None:
-    from nanorun.bench.record import keep, record
+    from nanorun.provenance import record, write_result
 
-    keep(record("budget", depth=args.depth, step_tokens=args.batch_tokens, variants=budgets), path)
+    write_result(record("budget", depth=args.depth, step_tokens=args.batch_tokens, variants=budgets), path)
 
 
 def show_budget(name: str, budget: dict[str, Any]) -> None:
@@ -421,7 +421,7 @@ def main() -> None:
     if args.work is None or not args.work.is_dir():
         parser.error("WORK must be a folder with text and tokenizer, as NANORUN_HOME is")
     args.work = args.work.resolve()
-    from nanorun.bench.record import record
+    from nanorun.provenance import record
 
     bench = Bench(args)
     bench.keep(**{k: v for k, v in record("levers").items() if v is not None})

@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 from tables import TABLES  # noqa: E402
 
-from nanorun.bench.record import record, save  # noqa: E402
 from nanorun.data.readers import read_documents  # noqa: E402
 from nanorun.errors import UserError  # noqa: E402
+from nanorun.provenance import record, write_and_print_result  # noqa: E402
 from nanorun.text.evaluate import bytes_per_token  # noqa: E402
 from nanorun.text.tokenizer import (  # noqa: E402
     MIN_VOCAB,
@@ -169,7 +169,7 @@ def main() -> None:
     try:
         result = compare(arguments)
         print(TABLES["tokenizer trainers"](result), end="\n\n")
-        save(result, arguments.save)
+        write_and_print_result(result, arguments.save)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from nanorun import home
-from nanorun.bench.record import record
 from nanorun.config import sample_preset
 from nanorun.console import say, seconds
 from nanorun.data import sample
@@ -24,6 +23,7 @@ from nanorun.data.dataset import MANIFEST, open_dataset
 from nanorun.data.get import make_sample
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
+from nanorun.provenance import record
 from nanorun.runs import CHECKPOINTS, SUMMARY, write_json
 from nanorun.tables import table
 from nanorun.text.store import open_tokenizer

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 
 from nanorun import hardware
-from nanorun.bench.record import record
 from nanorun.config import Config, scale_model
 from nanorun.console import say
 from nanorun.data.dataset import open_dataset
@@ -33,6 +32,7 @@ from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.infer.weights import Weights, rounded
 from nanorun.model.gpt import GPT, build
+from nanorun.provenance import record
 from nanorun.runs import read_config
 from nanorun.text.store import open_tokenizer
 from nanorun.train.base import compute_dtype, evaluator, fitting_rows

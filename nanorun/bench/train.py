@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from nanorun.bench.record import record
 from nanorun.config import Config
 from nanorun.console import Progress, say, seconds
+from nanorun.provenance import record
 from nanorun.runs import Run
 from nanorun.train import loop
 from nanorun.train.base import Options, assemble

@@ -57,12 +57,12 @@ def bench_train(
 ) -> None:
     """Tokens/s, MFU, memory and the time to the first step, on real packed data."""
     from nanorun import tables
-    from nanorun.bench.record import check_path, keep
     from nanorun.bench.train import bench_train
     from nanorun.config import Horizon
+    from nanorun.provenance import check_writable, write_result
     from nanorun.train import base
 
-    check_path(save)
+    check_writable(save)
     options = run_options(None, False, device_batch, attention, dtype, compiled, graphs)
     config = base.configure(
         depth,
@@ -74,7 +74,7 @@ def bench_train(
         model_changes=check_fp8(fp8),
     )
     result = bench_train(config, options, steps, fresh_caches)
-    keep(result, save)
+    write_result(result, save)
     show(result, as_json, tables.bench_train(result))
 
 
@@ -96,15 +96,15 @@ def bench_infer(
     """Time to the first token, ms a step, tokens/s, memory and the share of its bandwidth that is used."""
     from nanorun import tables
     from nanorun.bench.infer import Setting, bench_infer
-    from nanorun.bench.record import check_path, keep
+    from nanorun.provenance import check_writable, write_result
 
-    check_path(save)
+    check_writable(save)
     speculation = check_speculation(speculate, draft)
     if draft and not model:
         raise UserError("--draft guesses for a trained run: name it with --model.")
     setting = Setting(_numbers(batch), prompt, new, temperature, int8, speculation, guesses)
     result = bench_infer(depth, model, setting, draft)
-    keep(result, save)
+    write_result(result, save)
     show(result, as_json, tables.bench_infer(result))
 
 

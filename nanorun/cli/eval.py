@@ -102,9 +102,9 @@ def eval_core(
 ) -> None:
     """The CORE score: 22 tasks for base models, 0 for guessing, GPT-2 XL has 0.2565."""
     from nanorun import tables
-    from nanorun.bench.record import keep
     from nanorun.console import say
     from nanorun.evals.core import Options, evaluate_hugging_face, evaluate_run_core
+    from nanorun.provenance import write_result
     from nanorun.report.core import check_suffix, plot_core
 
     if model is not None and hf is not None:
@@ -118,7 +118,7 @@ def eval_core(
     result = evaluate_hugging_face(hf, options) if hf is not None else evaluate_run_core(model, options)
     if result is None:
         return  # another rank says it
-    keep(result, save)
+    write_result(result, save)
     if plot is not None:
         say(f"drawn: {plot_core(result, plot)}")
     show(result, as_json, tables.core_table(result))

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nanorun import home
-from nanorun.bench.record import record
 from nanorun.console import Progress, say
 from nanorun.data.dataset import Dataset, read_texts
 from nanorun.data.get import newest_text
 from nanorun.errors import UserError
+from nanorun.provenance import record
 from nanorun.text.evaluate import evaluate_tokenizers
 from nanorun.text.store import at_hand, open_tokenizer
 from nanorun.text.tokenizer import train_tokenizer

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from nanorun import home
-from nanorun.bench.record import record
 from nanorun.console import Progress, say
 from nanorun.errors import UserError
 from nanorun.evals.replies import Answer, Manner, answer_task, asked
 from nanorun.infer.sandbox import SandboxUnavailable
 from nanorun.model.gpt import GPT, empty
+from nanorun.provenance import record
 from nanorun.runs import speakers
 from nanorun.tasks.task import Task
 from nanorun.text.store import open_tokenizer

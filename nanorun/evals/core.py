@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from nanorun import hardware, home
-from nanorun.bench.record import keep, record
 from nanorun.console import Progress
 from nanorun.data.bundle import Bundle, open_bundle
 from nanorun.errors import UserError
@@ -38,6 +37,7 @@ from nanorun.evals.core_score import Scores, ranks, score, verdicts
 from nanorun.evals.run import load_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT
+from nanorun.provenance import record, write_result
 from nanorun.text.store import open_tokenizer
 from nanorun.train.base import compute_dtype
 
@@ -68,7 +68,7 @@ def evaluate_run_core(name: str | None, options: Options) -> dict[str, Any] | No
             return None
         if result["core"] is not None:
             few = f"-max{options.max_per_task}" if options.max_per_task else ""
-            keep(result, home.runs_dir() / name / f"core{few}.json")
+            write_result(result, home.runs_dir() / name / f"core{few}.json")
         return result
 
 

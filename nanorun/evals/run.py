@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from nanorun import hardware, home
-from nanorun.bench.record import record
 from nanorun.config import Config
 from nanorun.console import say
 from nanorun.data.dataset import open_dataset
 from nanorun.errors import UserError
 from nanorun.model.gpt import GPT, empty
+from nanorun.provenance import record
 from nanorun.runs import loadable_runs, read_config
 from nanorun.text.store import open_tokenizer
 from nanorun.train import checkpoint

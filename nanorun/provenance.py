@@ -1,7 +1,7 @@
-"""How a measurement is kept: what was measured, with when, where and by which command, as one JSON object.
+"""Provenance of a measurement: what was measured, when, on which hardware, at which commit, by which command.
 
-Files in bench/results/ are such objects. Tables in the README and the docs are made from them
-(bench/tables.py), so no figure is ever typed.
+The files in bench/results/ are such JSON objects. bench/tables.py generates the tables in the README and
+the docs from them, so no figure is typed by hand.
 """
 
 import json
@@ -14,12 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nanorun import hardware
 from nanorun.errors import UserError
 
 
 def record(what: str, **figures: Any) -> dict[str, Any]:
-    from nanorun import hardware
-
     machine = hardware.detect()
     return {
         "what": what,
@@ -35,50 +34,48 @@ def record(what: str, **figures: Any) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed."""
+    """The command line that started this process."""
     program = Path(sys.argv[0])
     ours = program.name in ("nanorun", "__main__.py")
     return shlex.join([*(["nanorun"] if ours else ["python", os.path.relpath(program)]), *sys.argv[1:]])
 
 
 def commit() -> str | None:
-    """The commit of this tree, marked when there are changes that are not in it.
+    """The commit of this tree, marked "-dirty" if it has uncommitted changes.
 
-    NANORUN_COMMIT says it where the tree is a copy without its history, as on a lent GPU machine.
+    NANORUN_COMMIT overrides it where the tree is a copy without its history, such as on a remote GPU machine.
     """
-    if named := os.environ.get("NANORUN_COMMIT"):
-        return named
+    if override := os.environ.get("NANORUN_COMMIT"):
+        return override
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
-        describe = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-        found = subprocess.run(
+        result = subprocess.run(
             describe, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10
         )
     except OSError:
         return None
-    return found.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
-def check_path(path: Path | None) -> None:
-    """Before minutes are spent on what then cannot be kept."""
+def check_writable(path: Path | None) -> None:
+    """Fails before minutes are spent on a measurement whose result cannot be written."""
     if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise UserError(
             f"The result cannot be written to {path}: name a file in a folder that you can write to."
         )
 
 
-def keep(result: dict[str, Any], path: Path | None) -> None:
+def write_result(result: dict[str, Any], path: Path | None) -> None:
     if path is None:
         return
     try:
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        found = json.dumps(result, ensure_ascii=False)
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}), so here is the result: {found}"
-        ) from error
+        text = json.dumps(result, ensure_ascii=False)
+        raise UserError(f"{path} cannot be written ({error.strerror}). The result is: {text}") from error
 
 
-def save(result: dict[str, Any], path: Path | None) -> None:
-    """Keeps the result where asked, and prints it as one line, the last on stdout."""
-    keep(result, path)
+def write_and_print_result(result: dict[str, Any], path: Path | None) -> None:
+    """Writes the result to `path`, if any, and prints it as one line, the last on stdout."""
+    write_result(result, path)
     print(json.dumps(result, ensure_ascii=False), flush=True)
