@@ -20,7 +20,7 @@ Memory of one GPU at its peak, which is between the forward and the backward pas
                  logits are of a piece of a chunk and their gradient is a byte, twice. (Nothing is joined there, but
                  as much is found to be taken.)
                  Then, with many rows, the backward pass of the last layer takes more: for a token 22 bytes times the
-                 width (bench/pretend.py)
+                 width (benchmarks/pretend.py)
     scratch      what is needed later, when activations have made room: only what they do not cover counts, and that
                  is nothing but in a large model with few rows. The more of two: gradients of the matrices and the
                  head by the last micro-batch, before they are added to the others; and what Muon takes to update a
@@ -39,7 +39,7 @@ from nanorun.hardware import Gpu, named_gpu
 _MICRO_TOKENS = {"cuda": 65_536, "mps": 32_768, "cpu": 4_096}
 _LAST_LAYER_BYTES = 22
 STACK_BYTES = 2**28
-_STACKS_AT_ONCE = 6.6  # copies of a stack, at the peak of its update (bench/pretend.py, d40)
+_STACKS_AT_ONCE = 6.6  # copies of a stack, at the peak of its update (benchmarks/pretend.py, d40)
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 PIECE_LOGITS = 2**27  # likewise
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces

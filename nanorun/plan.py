@@ -4,7 +4,7 @@ Everything follows from the configuration and one line about the device; nothing
 Memory is counted in memory.py.
 
 Minutes are FLOPs divided by peak FLOP/s times an assumed MFU, which the plan states, and where it is from:
-a kept measurement on the same GPU (bench/results/train-*.json), else the table in hardware.py. For a CPU a step
+a kept measurement on the same GPU (benchmarks/results/train-*.json), else the table in hardware.py. For a CPU a step
 or two are tried (probe.py), since small models are far from its peak. They are minutes of training; evaluations
 are counted apart, compiling and saving not at all.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanorun.text.tokenizer import Tokenizer
 
 VOCAB = 32_768  # where nothing says another
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 _FULL_SPEED_WIDTH = 768  # narrower models leave a GPU waiting: MFU falls with the width (rule of thumb)
 _MANY_GPUS = 0.94  # of one GPU's speed: the record script makes 574k tokens/s a GPU on eight, 608k on one

@@ -1,6 +1,6 @@
 """Provenance of a measurement: what was measured, when, on which hardware, at which commit, by which command.
 
-The files in bench/results/ are such JSON objects. bench/tables.py generates the tables in the README and
+The files in benchmarks/results/ are such JSON objects. benchmarks/tables.py generates the tables in the README and
 the docs from them, so no figure is typed by hand.
 """
 

@@ -15,7 +15,7 @@ SHAPE = Shape(32_768, 524_288)
 def test_the_floor_of_a_d12_in_bf16_is_a_little_below_what_an_h200_measured():
     predicted = predict(scale_model(12, 32_768), SHAPE)
     assert set(predicted) <= set(PARTS)
-    measured = 1e9 / 608_336  # bench/results/train-d12-bf16-h200.json
+    measured = 1e9 / 608_336  # benchmarks/results/train-d12-bf16-h200.json
     assert 0.85 * measured < sum(predicted.values()) < measured
     assert predicted["matmuls"] == pytest.approx(939, rel=0.01)
 
@@ -55,7 +55,7 @@ def test_kernels_are_known_by_their_names(kernel, part):
 
 
 def test_every_lever_changes_fields_that_there_are():
-    path = Path(__file__).resolve().parents[1] / "bench" / "speed.py"
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "speed.py"
     spec = importlib.util.spec_from_file_location("speed", path)
     speed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(speed)

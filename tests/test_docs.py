@@ -13,9 +13,9 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_tables_say_what_their_measurements_say():
     done = subprocess.run(
-        [sys.executable, "bench/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr + "\nrun: python bench/tables.py"
+    assert done.returncode == 0, done.stdout + done.stderr + "\nrun: python benchmarks/tables.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

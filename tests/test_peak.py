@@ -1,10 +1,10 @@
-"""bench/peak.py names what is held when most is, and nothing that was given back before or asked for after."""
+"""benchmarks/peak.py names what is held when most is, and nothing that was given back before or asked for after."""
 
 import importlib.util
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("peak", ROOT / "bench" / "peak.py")
+spec = importlib.util.spec_from_file_location("peak", ROOT / "benchmarks" / "peak.py")
 peak = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(peak)
 

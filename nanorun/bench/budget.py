@@ -5,7 +5,7 @@ at which this shape of matmul was measured to run, and bytes that the rest must 
 bandwidth. `measure` runs the micro-steps of one step under torch's profiler and sorts kernels into the same parts
 by their names; the update is timed by itself. The difference, part by part, is the list of what to do next.
 
-Rates are an H200's (bench/speed.py measures them anew). On another GPU only the proportions mean anything.
+Rates are an H200's (benchmarks/speed.py measures them anew). On another GPU only the proportions mean anything.
 """
 
 import re

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "tokenizer_trainers.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "tokenizer_trainers.py"
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

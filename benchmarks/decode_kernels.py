@@ -1,7 +1,7 @@
 """The kernels of a decode step on this GPU: right, and how fast, one by one and together.
 
-    python bench/decode_kernels.py
-    python bench/decode_kernels.py --depths 12 --batches 1 128 --context 1024
+    python benchmarks/decode_kernels.py
+    python benchmarks/decode_kernels.py --depths 12 --batches 1 128 --context 1024
 
 Every figure is the median of CUDA-graph replays. A kernel alone is timed back to back over enough copies of
 its weights (or slots of the cache) that none is still in L2, so its GB/s are of device memory; with

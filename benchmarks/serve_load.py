@@ -1,4 +1,4 @@
-"""The server under load, and what it costs over the bare engine: `python bench/serve_load.py [--model RUN]`.
+"""The server under load, and what it costs over the bare engine: `python benchmarks/serve_load.py [--model RUN]`.
 
 Two measurements on one model, in one run:
 

@@ -1,7 +1,7 @@
 """CORE in batches against one example at a time: the same examples, the same model, in one run.
 
-    python bench/core.py --bundle ../shared/data/core.tar.xz --depth 4 --max-per-task 8
-    python bench/core.py --bundle ../shared/data/core.tar.xz --model base-d12 --slow-per-task 50    # on a GPU
+    python benchmarks/core.py --bundle ../shared/data/core.tar.xz --depth 4 --max-per-task 8
+    python benchmarks/core.py --bundle ../shared/data/core.tar.xz --model base-d12 --slow-per-task 50    # on a GPU
 
 Three ways: batched with trunks shared, batched with each answer behind its own copy of the question, and one
 example at a time with all logits, as evaluators usually do it. The slow way may take fewer examples of each

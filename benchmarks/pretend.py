@@ -1,6 +1,6 @@
 """Training on a GPU that does nothing: what it would take of one's memory, on a machine that has none.
 
-    python bench/pretend.py WORK [--depth 12] [--rows 16 32] [--gib 140]
+    python benchmarks/pretend.py WORK [--depth 12] [--rows 16 32] [--gib 140]
 
 All that the host does in a step is done: tracing, compiling by Inductor and Triton, every request for memory, the
 recording of a CUDA graph. Only kernels are not run, so losses and times mean nothing. What torch then says it took at
@@ -8,7 +8,7 @@ the peak is what it says on an H200, to a hundredth of a GiB: 10.45 and 15.79 of
 
 It takes a CUDA 13 build of torch, FlashAttention-4, and gcc with nm; CUDA's own libraries stay out of it, since
 pretend.c is put before them. Kernels in CuTe are not even compiled (their runtime wants a driver that answers).
-WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer), as for bench/speed.py.
+WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer), as for benchmarks/speed.py.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 CUDA_NAME = re.compile(r"\b(cuda[A-Z]\w*|__cuda\w+|cublas\w+|cu[A-Z]\w*)\b")
 
 
@@ -35,7 +35,7 @@ def build(folder: Path, gib: float) -> Path:
     packages = Path(torch.__file__).parents[1]
     headers = packages / "nvidia" / "cu13" / "include"
     more_headers = packages / "triton" / "backends" / "nvidia" / "include"  # what those include in turn
-    source = (ROOT / "bench" / "pretend.c").read_text()
+    source = (ROOT / "benchmarks" / "pretend.c").read_text()
     known = set(re.findall(r"\b(\w+)\(", source))
     wanted = set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", (headers / "cuda.h").read_text()))
     wanted |= {f"{name}_v2" for name in wanted}
@@ -50,7 +50,7 @@ def build(folder: Path, gib: float) -> Path:
     (folder / "libcuda.so").symlink_to(library.name)
     options = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", f"-I{headers}", f"-I{more_headers}"]
     options += [f"-DPRETENDED_BYTES={int(gib * 2**30)}ull", "-o", str(library)]
-    subprocess.run(["gcc", *options, str(ROOT / "bench" / "pretend.c"), str(rest)], check=True)
+    subprocess.run(["gcc", *options, str(ROOT / "benchmarks" / "pretend.c"), str(rest)], check=True)
     return library
 
 

@@ -1,7 +1,7 @@
 """Everything about training speed in one lease of a GPU: are the kernels right, what does each lever give, where
 does the time go, how fast are the larger models.
 
-    python bench/speed.py WORK --minutes 18 [--parts check,rates,warm,levers,budget,depths,start] [--steps 8]
+    python benchmarks/speed.py WORK --minutes 18 [--parts check,rates,warm,levers,budget,depths,start] [--steps 8]
 
 WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer). Parts run in this order, each measurement
 in a process of its own, which may fail or hang: it is reported and the next one begins. Variants start several at a
@@ -373,7 +373,7 @@ def budget_of(t: Any) -> dict[str, Any]:
 
 
 def rates(ask: dict[str, Any]) -> dict[str, Any]:
-    from rates import measured_rates  # bench/rates.py, which lies beside this script
+    from rates import measured_rates  # benchmarks/rates.py, which lies beside this script
 
     return measured_rates()
 

@@ -1,6 +1,6 @@
 """Everything that needs a GPU, one stage after the other: tests, speed, and what can only be said of trained weights.
 
-    python bench/gpu_pipeline.py WORK --minutes 25 [--stages pretrain,sft] [--tokens 180000000]
+    python benchmarks/gpu_pipeline.py WORK --minutes 25 [--stages pretrain,sft] [--tokens 180000000]
 
 WORK is a NANORUN_HOME that already holds the text (`shared`, tokenized as `shared-shared-32768`, tokenizer
 `shared-32768`), the tasks' files (`tasks/`) and the CORE bundle (`core.tar.xz`). Each stage is one or more
@@ -147,7 +147,15 @@ def stages(results: Path, tokens: int) -> list[Stage]:
             150,
             (
                 (
-                    *(sys.executable, "bench/core.py", "--model", "d12", *bundle, "--slow-per-task", "30"),
+                    *(
+                        sys.executable,
+                        "benchmarks/core.py",
+                        "--model",
+                        "d12",
+                        *bundle,
+                        "--slow-per-task",
+                        "30",
+                    ),
                     "--no-copies",
                     *("--save", str(results / "core-speed-d12-h200.json")),
                 ),

@@ -1,6 +1,6 @@
 """rustbpe against Hugging Face tokenizers: training BPE on the same text, same split pattern, in one run.
 
-    python bench/tokenizer_trainers.py ../shared/data/pretrain/train-00.jsonl.xz --mb 100 \\
+    python benchmarks/tokenizer_trainers.py ../shared/data/pretrain/train-00.jsonl.xz --mb 100 \\
         --held-out ../shared/data/pretrain/val.jsonl.xz
 
 Both results are turned into our Tokenizer and encode the same held-out text, which neither has seen.

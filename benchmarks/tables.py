@@ -1,7 +1,7 @@
 """Measurements as tables: what the bench scripts print, and what stands in the README and the docs.
 
-    python bench/tables.py            write the tables in README.md and docs/*.md anew from bench/results/
-    python bench/tables.py --check    exit 1 if one of them does not say what its file says
+    python benchmarks/tables.py            write the tables in README.md and docs/*.md anew from benchmarks/results/
+    python benchmarks/tables.py --check    exit 1 if one of them does not say what its file says
 
 A page names the file whose table it wants between two comments, and the lines in between are ours:
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PLACE = re.compile(
     r"(<!-- table: ([\w.-]+\.json(?: [\w.-]+\.json)*)( brief)? -->\n).*?(<!-- end of table -->)", re.DOTALL
 )
@@ -166,7 +167,8 @@ def budget(result: dict[str, Any]) -> str:
     rows.append(["tokens/s", *(shown(1e9 / total if total else None) for total in sums)])
     table = markdown([f"d{result['depth']}", *(f"{name}, {kind}" for name, kind in columns)], rows)
     if not any(value(part, name, "measured") for part in parts for name in names):
-        return f"{table}\n\nReckoned {result['date']} from an H200's rates, by `{result['command']}`; not measured yet."
+        how = f"from an H200's rates, by `{shown_command(result)}`; not measured yet"
+        return f"{table}\n\nEstimated {result['date']} {how}."
     return f"{table}\n\n{footer(result)}"
 
 
@@ -384,14 +386,24 @@ def serve(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{said}\n\nThe model: {result['model']}. {footer(result)}"
 
 
+def shown_command(result: dict[str, Any]) -> str:
+    """The recorded command as a reader types it today.
+
+    A file keeps the command as it was typed at its commit, when the scripts were in bench/. Where the result was
+    saved is not part of the measurement and may name a folder of a machine that is gone.
+    """
+    command = re.sub(r" --save \S+", "", result["command"])
+    return re.sub(r"(?<![\w/])bench/", "benchmarks/", command)
+
+
 def footer(*results: dict[str, Any]) -> str:
     """Where and by what it was measured; of several results of one machine, each command with its commit."""
     first = results[0]
     where = f"{first['device']}, {first['cores']} cores, torch {first['torch']}"
     if len({result["commit"] for result in results}) == 1:
-        commands = "; ".join(f"`{result['command']}`" for result in results)
+        commands = "; ".join(f"`{shown_command(result)}`" for result in results)
         return f"Measured {first['date']} on {where}, at {first['commit']}, by {commands}."
-    each = "; ".join(f"at {result['commit']} by `{result['command']}`" for result in results)
+    each = "; ".join(f"at {result['commit']} by `{shown_command(result)}`" for result in results)
     return f"Measured {first['date']} on {where}, {each}."
 
 
@@ -424,7 +436,7 @@ def brief(result: dict[str, Any]) -> dict[str, Any]:
 
 def filled(page: str) -> str:
     def table(match: re.Match[str]) -> str:
-        texts = [(ROOT / "bench" / "results" / name).read_text(encoding="utf-8") for name in match[2].split()]
+        texts = [(RESULTS / name).read_text(encoding="utf-8") for name in match[2].split()]
         results = [brief(json.loads(text)) if match[3] else json.loads(text) for text in texts]
         return f"{match[1]}{TABLES[results[0]['what']](*results)}\n{match[4]}"
 

@@ -1,6 +1,6 @@
 """Matmuls as a d12 makes them and the kernels around them, each alone, with a cold cache, by CUDA events.
 
-    python bench/speed.py WORK --parts rates
+    python benchmarks/speed.py WORK --parts rates
 
 What docs/speed.md predicts is made of such rates (nanorun/bench/budget.py). In training, where the card has no rest
 between kernels, they are lower.

@@ -1,7 +1,7 @@
 """Does the fast way learn as much from a token? The same run with every fast path on and in plain bf16, some seeds.
 
-    python bench/same_loss.py WORK [--tokens 60000000] [--seeds 3] [--together 3] [--minutes 16] [--depth 12]
-                                   [--bf16-of bench/results/same-loss-d12-h200.json]
+    python benchmarks/same_loss.py WORK [--tokens 60000000] [--seeds 3] [--together 3] [--minutes 16] [--depth 12]
+                                   [--bf16-of benchmarks/results/same-loss-d12-h200.json]
 
 WORK is a NANORUN_HOME with text and tokenizer. Each run is `nanorun train base` of its own; one that is done is
 not done again, so the script goes on where a lease ended. Several share the GPU, since none is timed. Results

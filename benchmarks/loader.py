@@ -3,7 +3,7 @@
     nanorun data add ../shared/data/pretrain/train-0*.jsonl.xz --val ../shared/data/pretrain/val.jsonl.xz --name shared
     nanorun tok train --vocab 32768 --data shared
     nanorun data tokenize shared --tokenizer shared-32768
-    python bench/loader.py --text shared --tokens shared-shared-32768 --tokenizer shared-32768
+    python benchmarks/loader.py --text shared --tokens shared-shared-32768 --tokenizer shared-32768
 
 Prints two tables and, last, one JSON line; --save keeps that line's content in a file. Speed is measured
 on the batches that training gets: packed, cut into inputs and targets, converted to tensors.

@@ -1,10 +1,11 @@
 """What lies in a GPU's memory when most of it is taken, by the line that asked for it.
 
-    python bench/peak.py WORK [--depth 12] [--rows 16] [--lines 40]
+    python benchmarks/peak.py WORK [--depth 12] [--rows 16] [--lines 40]
 
-WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer), as for bench/speed.py. A first step compiles; of
-the second, launched kernel by kernel, every request for memory is recorded with its stack. What was there before
-(weights, gradients, the optimizer's states) is one line, `before`. Compiled code is shown as the compiler wrote it.
+WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer), as for benchmarks/speed.py. A first step
+compiles; of the second, launched kernel by kernel, every request for memory is recorded with its stack. What was
+there before (weights, gradients, the optimizer's states) is one line, `before`. Compiled code is shown as the compiler
+wrote it.
 """
 
 import argparse
@@ -130,7 +131,7 @@ def main() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        parser.error("There is no GPU here; bench/pretend.py tells the peak without one.")
+        parser.error("There is no GPU here; benchmarks/pretend.py tells the peak without one.")
     os.environ["NANORUN_HOME"] = str(args.work)
     found = measure(args)
     print(f"{'GiB':>7} {'bytes a token':>14} {'blocks':>7}")
