@@ -3,7 +3,7 @@
     config.json     what the run is, written once; going on with another configuration is refused
     metrics.jsonl   one object a step or evaluation, written as it happens
     summary.json    the final figures, written whole at the end
-    checkpoints/    see train/checkpoint.py
+    checkpoints/    see checkpoint.py
     lock            who works here: pid, host, start and command, as JSON
 
 The lock is `flock` on the open file, so the kernel frees it the moment its holder dies, however it dies.

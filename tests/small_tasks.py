@@ -152,7 +152,7 @@ def half_taught(kinds=(Echo,), right: float = 0.5, steps: int = 80, seed: int = 
 
 def furnish(home: Path, model: GPT, name: str = "tiny-sft") -> None:
     """Puts the tokenizer and a finished run with this model into a home (NANORUN_HOME must name it)."""
-    from nanorun.train import checkpoint
+    from nanorun import checkpoint
 
     folder = home / "tokenizers" / "bytes"
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from nanorun import checkpoint
 from nanorun.config import Config, OptimConfig, TrainConfig, scale_model
 from nanorun.model.gpt import GPT, build
 from nanorun.model.loss import IGNORE
 from nanorun.runs import write_json
 from nanorun.text.chat import render
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer
-from nanorun.train import checkpoint
 
 CONTEXT = 2048
 HI = "Grüße aus 東京 🙂!"

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nanorun import hardware, home
+from nanorun import checkpoint, hardware, home
 from nanorun.config import Config
 from nanorun.console import say
 from nanorun.data.dataset import open_dataset
@@ -14,7 +14,6 @@ from nanorun.model.gpt import GPT, empty
 from nanorun.provenance import record
 from nanorun.runs import loadable_runs, read_config
 from nanorun.text.store import open_tokenizer
-from nanorun.train import checkpoint
 from nanorun.train.base import compute_dtype, evaluator, fitting_rows
 
 Loaded = tuple[str, int, Config, GPT]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import compiling, hardware, home, memory, plan
+from nanorun import checkpoint, compiling, hardware, home, memory, plan
 from nanorun.config import Backend, Config, Dtype, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
@@ -32,7 +32,7 @@ from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
-from nanorun.train import checkpoint, loop
+from nanorun.train import loop
 from nanorun.train.guard import LossScale
 from nanorun.train.micro import Replayed
 from nanorun.train.track import Tracker, require

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from nanorun import checkpoint
 from nanorun.config import Config
 from nanorun.console import Progress, say
 from nanorun.data.loader import Batch
@@ -29,7 +30,6 @@ from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.schedules import Rates
 from nanorun.runs import Run
-from nanorun.train import checkpoint
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, StopSignals, Verdict
 from nanorun.train.micro import Launched, Micro
 from nanorun.train.track import Tracker

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nanorun import hardware, home
+from nanorun import checkpoint, hardware, home
 from nanorun.config import Config, Dtype
 from nanorun.console import say
 from nanorun.errors import UserError
@@ -31,7 +31,7 @@ from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
-from nanorun.train import checkpoint, loop
+from nanorun.train import loop
 from nanorun.train.base import Interrupted, compute_dtype, make_deterministic
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, Verdict
 from nanorun.train.policy import MicroBatch, Sample, micro_batches, policy_loss, token_logprobs

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanorun import home
+from nanorun import checkpoint, home
 from nanorun.config import Config, OptimConfig, TrainConfig
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
 from nanorun.runs import list_runs, read_config
 from nanorun.tasks.task import Task
-from nanorun.train import checkpoint
 
 RATE_SHARE = 0.05  # of the parent's rates, unless told otherwise
 MOST_STEPS = 500  # unless more are asked for

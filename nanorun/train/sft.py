@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nanorun import hardware, home
+from nanorun import checkpoint, hardware, home
 from nanorun.config import Config, OptimConfig
 from nanorun.console import say
 from nanorun.data.conversations import Conversations, render_all
@@ -31,7 +31,7 @@ from nanorun.runs import Run, newest_run, read_config, read_metrics
 from nanorun.tasks.recipe import find_recipe, prepare
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
-from nanorun.train import base, checkpoint, loop
+from nanorun.train import base, loop
 from nanorun.train.base import Interrupted, Material, Options, Parent
 from nanorun.train.track import require
 

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file
 from small_tasks import HERE, Echo, Spell, Sum, furnish, half_taught, open_task
 
+from nanorun import checkpoint
 from nanorun.errors import UserError
 from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.runs import Run, read_config, read_metrics
-from nanorun.train import checkpoint, rl
+from nanorun.train import rl
 from nanorun.train.policy import micro_batches, token_logprobs
 from nanorun.train.rl_config import RLConfig
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from spike import Spike
 
+from nanorun import checkpoint
 from nanorun.config import Config, OptimConfig, TrainConfig, scale_model
 from nanorun.data.conversations import render_all
 from nanorun.data.get import make_sample
@@ -31,7 +32,7 @@ from nanorun.runs import Run, read_config, read_metrics
 from nanorun.tasks.recipe import find_recipe, prepare
 from nanorun.text.chat import render
 from nanorun.text.store import open_tokenizer
-from nanorun.train import base, checkpoint, loop, sft
+from nanorun.train import base, loop, sft
 from nanorun.train.base import Material, Options, Parent, train_base
 from nanorun.train.sft import Choices, train_sft
 

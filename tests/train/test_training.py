@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from spike import Spike
 
+from nanorun import checkpoint
 from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_model
 from nanorun.data.dataset import open_dataset
 from nanorun.data.get import make_sample
@@ -24,7 +25,7 @@ from nanorun.errors import UserError
 from nanorun.model.gpt import build
 from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
-from nanorun.train import base, checkpoint, loop
+from nanorun.train import base, loop
 from nanorun.train.base import Options, train_base
 from nanorun.train.warmup import warm_up
 

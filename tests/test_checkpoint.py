@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nanorun import checkpoint
+from nanorun.checkpoint import Damaged, NonFinite, load, load_newest, prune, save, steps
 from nanorun.errors import UserError
-from nanorun.train import checkpoint
-from nanorun.train.checkpoint import Damaged, NonFinite, load, load_newest, prune, save, steps
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 # Forks a writer that saves (and prunes) without end, kills it at a random moment, and looks at what is
 # there. One process imports torch, its forks are the ones that die. Arguments: folder, rounds, seed.
@@ -27,7 +27,7 @@ KILLER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from nanorun.train import checkpoint
+from nanorun import checkpoint
 torch.set_num_threads(1)
 folder, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 chance = random.Random(seed)
@@ -379,7 +379,7 @@ def test_a_file_that_may_not_grow_gives_one_sentence(tmp_path):
     save_steps(tmp_path, 20)
     before = contents(tmp_path)
     code = (
-        "import resource, sys, torch; from pathlib import Path; from nanorun.train.checkpoint import save\n"
+        "import resource, sys, torch; from pathlib import Path; from nanorun.checkpoint import save\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "for step in (20, 40):\n"
         "    try: save(Path(sys.argv[1]), step, {'a': torch.ones(9)}, {'w': torch.ones(99_999)}, {})\n"
