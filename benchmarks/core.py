@@ -32,20 +32,19 @@ from nanorun.evals.core_data import read_tasks  # noqa: E402
 from nanorun.evals.core_model import OurModel  # noqa: E402
 from nanorun.evals.core_prompts import Encoded, Encoder, encode_task  # noqa: E402
 from nanorun.evals.core_score import one_at_a_time, score, verdicts  # noqa: E402
-from nanorun.evals.run import load_model  # noqa: E402
+from nanorun.infer.load import load_model  # noqa: E402
 from nanorun.model.gpt import GPT, build  # noqa: E402
 from nanorun.provenance import record, write_and_print_result  # noqa: E402
 from nanorun.text.store import open_tokenizer  # noqa: E402
-from nanorun.train.base import compute_dtype  # noqa: E402
 
 
 def open_model(name: str | None, depth: int) -> tuple[GPT, Encoder]:
     if name is not None:
-        _, _, config, model = load_model(name)
-        return model, open_tokenizer(config.tokenizer)
+        loaded = load_model(name)
+        return loaded.model, loaded.tokenizer
     machine, tokenizer = hardware.detect(), open_tokenizer("gpt2")
     device = torch.device(machine.device)
-    model = build(scale_model(depth, tokenizer.vocab_size, 2048), device, compute_dtype(machine))
+    model = build(scale_model(depth, tokenizer.vocab_size, 2048), device, hardware.compute_dtype(machine))
     dice = torch.Generator(device).manual_seed(1)
     with torch.no_grad():  # what starts at zero would make every choice alike
         for parameter in model.parameters():

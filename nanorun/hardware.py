@@ -12,9 +12,13 @@ import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from nanorun.config import Dtype
 from nanorun.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
@@ -45,7 +49,7 @@ class Gpu:
 
     @property
     def compute_bytes(self) -> int:
-        """Of one activation: training is in fp32 on a CPU and on Apple's GPU (train.base.compute_dtype)."""
+        """Of one activation: training is in fp32 on a CPU and on Apple's GPU (`compute_dtype`)."""
         return 2 if self.device == "cuda" else 4
 
     @property
@@ -98,6 +102,20 @@ _TORCH_NAMES = (
     (r"\bRTX 3090\b(?! (Ti|Laptop))", "rtx3090"),
     (r"\bApple\b", "apple"),
 )
+
+
+def compute_dtype(machine: Hardware, requested: Dtype = "auto") -> "torch.dtype":
+    """The dtype of activations: bf16 where the GPU supports it in hardware, else fp16 with loss scaling.
+
+    CPUs compute the small models they train in fp32, which is exact and as fast; so does Apple's GPU.
+    """
+    import torch
+
+    if requested != "auto":
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[requested]
+    if machine.device != "cuda":
+        return torch.float32
+    return torch.bfloat16 if machine.native_bf16 else torch.float16
 
 
 def named_gpu(name: str) -> Gpu:

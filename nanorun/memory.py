@@ -31,7 +31,9 @@ The same count of activations puts nanochat's d12 at 28.6 GiB with its own logit
 measured. Not counted: CUDA's own share and fragmentation (`_RESERVE_GB`, `_USABLE`), and evaluation.
 """
 
+from nanorun import hardware
 from nanorun.config import Fp8, ModelConfig, scale_model
+from nanorun.errors import UserError
 from nanorun.hardware import Gpu, named_gpu
 
 # Tokens in a micro-batch: 65,536 take 15.8 GiB of an H200 at d12 and are 2.5% faster than 32,768, which take 10.5;
@@ -50,6 +52,21 @@ _MOST_ROWS = 4096
 def comfortable_rows(model: ModelConfig, device: str) -> int:
     """The micro-batch that keeps a device busy: more would take memory and give little."""
     return max(_MICRO_TOKENS[device] // model.context, 1)
+
+
+def micro_batch_rows(model: ModelConfig, machine: hardware.Hardware) -> int:
+    """The micro-batch: as many rows as keep the device busy and fit its estimated memory."""
+    wanted = comfortable_rows(model, machine.device)
+    if machine.device == "cpu":
+        return wanted
+    gpu = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
+    fits = largest_batch(model, gpu or hardware.this_gpu(), 1, model.recompute)
+    if fits < 1:
+        raise UserError(
+            f"A model of depth {model.depth} does not fit the {machine.name} even one row at a time: choose "
+            "a smaller --depth or --context, or --recompute."
+        )
+    return min(wanted, fits)
 
 
 def eight_bits(model: ModelConfig, gpu: Gpu) -> Fp8:

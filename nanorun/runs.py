@@ -212,7 +212,7 @@ def loadable_runs() -> list[RunInfo]:
     found = []
     for run in list_runs():
         if run.checkpoint is not None and run.fault:
-            console.say(f"passing over the run '{run.name}': {run.fault}")
+            console.say(f"skipping the run '{run.name}': {run.fault}")
         elif run.checkpoint is not None:
             found.append(run)
     return found

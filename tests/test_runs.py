@@ -124,7 +124,7 @@ def test_a_damaged_run_is_passed_over_and_named(home, capsys):
     assert newest_run(with_checkpoint=True) == "damaged"
     (home / "runs" / "damaged" / "config.json").write_text('{"kind":')
     assert newest_run(with_checkpoint=True) == newest_speaker() == "sound"
-    assert "passing over the run 'damaged'" in capsys.readouterr().err
+    assert "skipping the run 'damaged'" in capsys.readouterr().err
 
 
 def test_fresh_replaces_everything_and_leaves_nothing_hidden(home):

@@ -130,7 +130,7 @@ def test_a_model_that_is_damaged_is_passed_over_and_named(talkers):
         weights.write_bytes(weights.read_bytes()[:-9])
     done = chat(talkers, "-p", "Once", *GREEDY)
     assert done.stdout.decode() == (STORY * 3).removeprefix("Once") + "\n"
-    assert "passing over the run 'talker'" in done.stderr.decode()
+    assert "skipping the run 'talker'" in done.stderr.decode()
 
 
 def test_what_the_tool_says_depends_on_what_is_allowed(trained):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nanorun.config import ModelConfig
+from nanorun.data.loader import to_device
 from nanorun.optim import schedules
 from nanorun.train import loop
 
@@ -173,7 +174,7 @@ def measure(t: loop.Training) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         begin = time.perf_counter()
         for batch in batches:
-            given = loop.to_device(batch, t.device, t.config.model.document_mask)
+            given = to_device(batch, t.device, t.config.model.document_mask)
             total += t.learn(*given, trained, t.scale.scale)
         torch.cuda.synchronize()
         wall_us = 1e6 * (time.perf_counter() - begin)

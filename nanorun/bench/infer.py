@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from nanorun import hardware
+from nanorun import hardware, memory
 from nanorun.config import Config, scale_model
 from nanorun.console import say
 from nanorun.data.dataset import open_dataset
@@ -27,15 +27,15 @@ from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import open_source
 from nanorun.errors import UserError
-from nanorun.evals.run import load_model
+from nanorun.evals.bpb import bpb_evaluator
 from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
+from nanorun.infer.load import load_model
 from nanorun.infer.weights import Weights, rounded
 from nanorun.model.gpt import GPT, build
 from nanorun.provenance import record
 from nanorun.runs import read_config
 from nanorun.text.store import open_tokenizer
-from nanorun.train.base import compute_dtype, evaluator, fitting_rows
 
 VOCAB, CONTEXT = 32768, 2048
 BPB_TOKENS = 1_000_000
@@ -59,13 +59,14 @@ def bench_infer(
     shape = Config.from_dict(read_config(name)).model if name is not None else None
     _check(setting, shape.context if shape is not None else CONTEXT)
     if name is not None:
-        name, step, config, model = load_model(name)
-        draft_model = load_model(draft)[3] if draft else None
-        about = {"model": name, "step": step, **_bits(config, model, setting)}
+        loaded = load_model(name)
+        config, model = loaded.config, loaded.model
+        draft_model = load_model(draft).model if draft else None
+        about = {"model": name, "step": loaded.step, **_bits(config, model, setting)}
         prompts = _texts(config, setting.prompt)
     else:
         machine = hardware.detect()
-        device, dtype = torch.device(machine.device), compute_dtype(machine)
+        device, dtype = torch.device(machine.device), hardware.compute_dtype(machine)
         model = build(scale_model(depth or 12, VOCAB, CONTEXT), device, dtype)
         small = build(scale_model(max((depth or 12) // 3, 1), VOCAB, CONTEXT), device, dtype)
         draft_model = small if setting.speculate == "draft" else None
@@ -188,11 +189,12 @@ def _bits(config: Config, model: GPT, setting: Setting) -> dict[str, float]:
     """What int8 does to the bits per byte of validation text."""
     if not setting.int8:
         return {}
-    dataset, tokenizer = open_dataset(config.data), open_tokenizer(config.tokenizer)
-    rows, device = fitting_rows(config, hardware.detect()), model.embed.weight.device
+    tokenizer = open_tokenizer(config.tokenizer)
+    source = open_source(open_dataset(config.data), "val", tokenizer)
+    rows, device = memory.micro_batch_rows(config.model, hardware.detect()), model.embed.weight.device
 
     def bpb(which: GPT) -> float:
-        return evaluator(config, dataset, tokenizer, which, device, rows, BPB_TOKENS)().bpb
+        return bpb_evaluator(source, config.model, tokenizer, which, device, rows, BPB_TOKENS)().bpb
 
     return {"bpb": bpb(model), "bpb_int8": bpb(rounded(model))}
 

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanorun.errors import UserError
-from nanorun.evals.run import load_model
 from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settings, Tool
+from nanorun.infer.load import load_model
 from nanorun.infer.sandbox import Sandbox
 from nanorun.infer.tools import Function, ToolState, calculate, python_tool
 from nanorun.runs import CHAT_KINDS, speakers
 from nanorun.text.chat import ConversationCut, Part, ReplyStream, join_pieces, render, render_prompt
-from nanorun.text.store import open_tokenizer
 
 # The kind of part, which is text, python, output (a tool's) or guess (an output that the model made up), and text.
 Piece = tuple[str, str]
@@ -52,7 +51,8 @@ class Speaker:
 
     def __init__(self, options: Options) -> None:
         function = _function(options.tools)
-        self.name, self.step, config, model = load_model(options.model, speakers())
+        loaded = load_model(options.model, speakers())
+        self.name, self.step, config, model = loaded.run, loaded.step, loaded.config, loaded.model
         self.chats = config.kind in CHAT_KINDS
         self.parameters, self.data = config.model.total_parameters, config.data
         if not self.chats and (options.system is not None or options.tools == "python"):
@@ -60,14 +60,15 @@ class Speaker:
             raise UserError(f"'{self.name}' is a base model, which only continues text: leave out {unknown}.")
         draft = None
         if options.draft is not None:
-            _, _, its, draft = load_model(options.draft)
-            if its.tokenizer != config.tokenizer:
+            loaded_draft = load_model(options.draft)
+            draft, draft_tokenizer = loaded_draft.model, loaded_draft.config.tokenizer
+            if draft_tokenizer != config.tokenizer:
                 raise UserError(
-                    f"'{options.draft}' reads with the tokenizer '{its.tokenizer}' and '{self.name}' with "
+                    f"'{options.draft}' reads with the tokenizer '{draft_tokenizer}' and '{self.name}' with "
                     f"'{config.tokenizer}': a model can only guess for one that shares its tokenizer."
                 )
         self.tokenizer_name = config.tokenizer
-        self.tokenizer = tokenizer = open_tokenizer(config.tokenizer)
+        self.tokenizer = tokenizer = loaded.tokenizer
         settings = Settings(
             options.slots,
             options.max_queue,

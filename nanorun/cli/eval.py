@@ -21,7 +21,7 @@ def eval_bpb(
     as_json: Json = False,
 ) -> None:
     """Bits per byte of validation text: lower is better, and comparable between tokenizers."""
-    from nanorun.evals.run import evaluate_run
+    from nanorun.evals.bpb import evaluate_run
 
     result = evaluate_run(model, data, max_tokens)
     text = f"{result['bpb']:.4f} bits per byte, loss {result['loss']:.4f}, on {result['tokens']:,} tokens"

@@ -43,6 +43,20 @@ class Batch:
     position: Position  # behind this batch
 
 
+def to_device(
+    batch: Batch, device: torch.device, document_mask: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, targets and, with a document mask, the document number of each token (B, T)."""
+    inputs = batch.inputs.to(device, non_blocking=True)
+    targets = batch.targets.to(device, non_blocking=True)
+    if not document_mask:
+        return inputs, targets, None
+    docs = torch.zeros(batch.inputs.numel(), dtype=torch.int32)
+    docs[batch.doc_starts.long()] = 1
+    docs = docs.cumsum(0, dtype=torch.int32).view(batch.inputs.shape)
+    return inputs, targets, docs.to(device, non_blocking=True)
+
+
 class Loader:
     """Iterates over batches. `rows` counts the rows of all ranks together; each takes its share."""
 

@@ -1,41 +1,50 @@
 """Bits per byte: how many bits the model needs for each byte of text it has not seen.
 
-The mean loss per token says little across tokenizers: longer tokens are harder to guess and there are fewer
-of them. Divided by the bytes the tokens stand for, the same sum of losses can be compared between
-vocabularies:
+The mean loss per token is not comparable across tokenizers: longer tokens are harder to predict and there are
+fewer of them. Divided by the bytes that the tokens stand for, the same sum of losses is:
 
     bpb = Σ loss in nats / (ln 2 · Σ bytes)
 
-What is counted:
+What counts:
 
     targets that are text       their loss and their bytes
-    special tokens (0 bytes)    neither; they are part of `loss`, which is what training minimises
-    ignored targets (IGNORE)    nothing at all, whatever the loss function says there
+    special tokens (0 bytes)    neither; they are part of `loss`, which is what training minimizes
+    ignored targets (IGNORE)    nothing, whatever the loss function returns there
 
-A token's bytes are those of its own piece of UTF-8, also where a character is spread over several tokens, so
-over whole documents they add up to the size of the text. With our loader every token of text is a target
-exactly once in an epoch, so `bytes`, `text_tokens` and, for a given loss of each token, `bpb` depend on
-neither the batch nor the context. (A real model's loss of a token depends on how much of the text before it
-stands in the same row, so a longer context gives a lower bpb.) `tokens` and `loss` include the BOS between
-documents, and where a document is cut into two rows there is one more or less of those.
+A token's bytes are those of its own piece of UTF-8, also where a character spans several tokens, so over whole
+documents they add up to the size of the text. The loader makes every token of text a target exactly once per
+epoch, so `bytes`, `text_tokens` and, for a fixed loss per token, `bpb` depend on neither batch size nor context.
+(A real model's loss of a token depends on how much of the preceding text is in the same row, so a longer context
+gives a lower bpb.) `tokens` and `loss` include the BOS between documents; where a document is split over two rows,
+there is one more or one less of those.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from nanorun import hardware, memory
+from nanorun.config import ModelConfig
+from nanorun.data.dataset import open_dataset
+from nanorun.data.loader import Batch, Loader, to_device
+from nanorun.data.packing import Packing
+from nanorun.data.rows import RowOrder
+from nanorun.data.sources import ConversationSource, Source, open_source
 from nanorun.errors import UserError
+from nanorun.infer.load import load_model
 from nanorun.model.loss import IGNORE
+from nanorun.provenance import record
+from nanorun.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class BpbResult:
     bpb: float  # bits per byte of text
-    loss: float  # mean nats per trained token, special tokens included: what training minimises
+    loss: float  # mean nats per trained token, special tokens included: what training minimizes
     tokens: int  # trained tokens
     text_tokens: int  # of these, the ones that stand for bytes
     bytes: int
@@ -45,6 +54,59 @@ class BpbResult:
 
     def sentence(self) -> str:
         return f"validation {self.bpb:.4f} bits per byte"
+
+
+def evaluate_run(name: str | None, data: str | None, max_tokens: int | None) -> dict[str, Any]:
+    """`eval bpb`: a trained model on the validation split of its own dataset, or of another."""
+    loaded = load_model(name)
+    config, model = loaded.config.model, loaded.model
+    dataset = open_dataset(data or loaded.config.data)
+    source = open_source(dataset, "val", loaded.tokenizer)
+    rows = memory.micro_batch_rows(config, hardware.detect())
+    evaluate = bpb_evaluator(
+        source, config, loaded.tokenizer, model, model.embed.weight.device, rows, max_tokens
+    )
+    result = evaluate()
+    return record(
+        "bpb",
+        model=loaded.run,
+        step=loaded.step,
+        data=dataset.name,
+        bpb=result.bpb,
+        loss=result.loss,
+        tokens=result.tokens,
+        bytes=result.bytes,
+    )
+
+
+def bpb_evaluator(
+    source: Source,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    forward: Callable[..., Tensor],
+    device: torch.device,
+    rows: int,
+    max_tokens: int | None,
+) -> Callable[[], BpbResult]:
+    """Returns a function that evaluates `forward` on the first `max_tokens` targets of a source.
+
+    In conversations only the assistant's tokens count.
+    """
+    packing: Packing = "padded" if isinstance(source, ConversationSource) else "best_fit"
+    # Sums are in float64, which MPS does not support.
+    sum_device = device if device.type != "mps" else torch.device("cpu")
+    token_bytes = torch.from_numpy(tokenizer.token_bytes(config.padded_vocab)).to(sum_device)
+
+    @torch.no_grad()
+    def losses(batch: Batch) -> Tensor:
+        return forward(*to_device(batch, device, config.document_mask), True)
+
+    def evaluate() -> BpbResult:
+        order = RowOrder(packing, shuffle=False, epochs=1)
+        with Loader(source, rows=rows, context=config.context, order=order) as loader:
+            return evaluate_bpb(losses, _limit_tokens(loader, max_tokens), token_bytes)
+
+    return evaluate
 
 
 class HasTargets(Protocol):
@@ -63,10 +125,10 @@ def evaluate_bpb(
 ) -> BpbResult:
     """Bits per byte over all batches.
 
-    loss_fn gives the loss in nats of each of batch.targets, in their shape. token_bytes says how many bytes
-    each id stands for (`Tokenizer.token_bytes`); sums are kept in float64 where it lies, so on the model's
-    device nothing waits for the GPU until the end. With several ranks each takes its own batches, and reduce
-    sums a tensor over the ranks; all get the same result.
+    `loss_fn` returns the loss in nats of each of batch.targets, in their shape. `token_bytes` is the number of
+    bytes of each token id (`Tokenizer.token_bytes`); sums are float64 on its device, so on the model's device
+    nothing synchronizes until the end. With several ranks each evaluates its own batches, and `reduce` sums a
+    tensor over the ranks; all return the same result.
     """
     device = token_bytes.device
     totals = torch.zeros(5, dtype=torch.float64, device=device)
@@ -75,8 +137,8 @@ def evaluate_bpb(
             losses = loss_fn(batch)
             if losses.shape != batch.targets.shape:
                 raise ValueError(
-                    f"the loss function gave {tuple(losses.shape)} losses for {tuple(batch.targets.shape)} targets: "
-                    "it must give one for each"
+                    f"the loss function returned losses of shape {tuple(losses.shape)} for targets of shape "
+                    f"{tuple(batch.targets.shape)}: it must return one for each"
                 )
             totals += _count(losses.to(device), batch.targets.to(device, non_blocking=True), token_bytes)
         if reduce is not None:
@@ -96,8 +158,21 @@ def evaluate_bpb(
     )
 
 
+def _limit_tokens(batches: Iterable[Batch], max_tokens: int | None) -> Iterator[Batch]:
+    """Batches with `max_tokens` targets in all, whatever the batch size: the rest of the last one is ignored."""
+    left = max_tokens
+    for batch in batches:
+        if left is not None and batch.trained_tokens >= left:
+            counted = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets) <= left
+            yield replace(batch, targets=torch.where(counted, batch.targets, IGNORE), trained_tokens=left)
+            return
+        yield batch
+        if left is not None:
+            left -= batch.trained_tokens
+
+
 def _count(losses: Tensor, targets: Tensor, token_bytes: Tensor) -> Tensor:
-    """Nats, nats of text, tokens, tokens of text, bytes. What is not counted may be anything, even NaN."""
+    """Nats, nats of text, tokens, tokens of text, bytes. The loss at an ignored target can be anything, even NaN."""
     trained = targets != IGNORE
     lengths = torch.where(trained, token_bytes[targets.clamp(min=0)], 0)
     is_text = lengths > 0

@@ -29,8 +29,9 @@ from nanorun import home
 from nanorun.console import Progress, say
 from nanorun.errors import UserError
 from nanorun.evals.replies import Answer, Manner, answer_task, asked
+from nanorun.infer.load import load_model, model_from_weights
 from nanorun.infer.sandbox import SandboxUnavailable
-from nanorun.model.gpt import GPT, empty
+from nanorun.model.gpt import GPT
 from nanorun.provenance import record
 from nanorun.runs import speakers
 from nanorun.tasks.task import Task
@@ -57,9 +58,8 @@ class Options:
 
 def evaluate_chat(options: Options) -> dict[str, Any]:
     """Answers, judges and keeps; the figures as one record."""
-    from nanorun.evals.run import load_model
-
-    name, step, config, model = load_model(options.model, speakers())
+    loaded = load_model(options.model, speakers())
+    name, step, config, model = loaded.run, loaded.step, loaded.config, loaded.model
     tokenizer = open_tokenizer(config.tokenizer)
     tasks = open_tasks(options, config.data)
     answers = answer_tasks(model, tokenizer, tasks, options.manner, options.max_per_task)
@@ -212,9 +212,7 @@ def examiner(tokenizer: Tokenizer, tasks: Mapping[str, Task], most: int) -> Call
 
     def ask(model: GPT) -> Marks:
         device = model.embed.weight.device
-        copy = empty(model.config, device, model.dtype)
-        copy.load_state_dict(model.state_dict())
-        copy.init_buffers()
+        copy = model_from_weights(model.state_dict(), model.config, device, model.dtype)
         answers = list[Answer]()
         for spec, task in tasks.items():
             chosen = chosen_questions(len(task), most)

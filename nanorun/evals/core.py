@@ -34,12 +34,10 @@ from nanorun.evals.core_data import Task, choose_tasks, mmlu_from, read_tasks, s
 from nanorun.evals.core_model import CausalModel, OurModel, open_hugging_face
 from nanorun.evals.core_prompts import Encoded, Encoder, encode_task
 from nanorun.evals.core_score import Scores, ranks, score, verdicts
-from nanorun.evals.run import load_model
+from nanorun.infer.load import load_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT
 from nanorun.provenance import record, write_result
-from nanorun.text.store import open_tokenizer
-from nanorun.train.base import compute_dtype
 
 GPT2_CORE = {"124M": 0.1139, "355M": 0.1849, "774M": 0.2146, "1.5B": 0.2565}  # published, by size
 # More tokens at a time keep a GPU busy; a CPU is busy with few, and then less of a batch is padding.
@@ -60,15 +58,14 @@ def evaluate_run_core(name: str | None, options: Options) -> dict[str, Any] | No
     with joined_ranks():
         bundle = open_bundle(options.bundle)  # a mistake here should not wait for a model
         chosen = choose(bundle, options)
-        name, step, config, model = load_model(name)
-        fastest_attention(model)
-        tokenizer = open_tokenizer(config.tokenizer)
-        result = evaluate(OurModel(model), tokenizer, chosen, options, name, step)
+        loaded = load_model(name)
+        fastest_attention(loaded.model)
+        result = evaluate(OurModel(loaded.model), loaded.tokenizer, chosen, options, loaded.run, loaded.step)
         if ranks()[0]:
             return None
         if result["core"] is not None:
             few = f"-max{options.max_per_task}" if options.max_per_task else ""
-            write_result(result, home.runs_dir() / name / f"core{few}.json")
+            write_result(result, home.runs_dir() / loaded.run / f"core{few}.json")
         return result
 
 
@@ -77,7 +74,9 @@ def evaluate_hugging_face(folder: Path, options: Options) -> dict[str, Any] | No
     with joined_ranks():
         chosen = choose(open_bundle(options.bundle), options)
         machine = hardware.detect()
-        model, tokenizer = open_hugging_face(folder, torch.device(machine.device), compute_dtype(machine))
+        model, tokenizer = open_hugging_face(
+            folder, torch.device(machine.device), hardware.compute_dtype(machine)
+        )
         result = evaluate(model, tokenizer, chosen, options, folder.resolve().name)
         return None if ranks()[0] else result
 

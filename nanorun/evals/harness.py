@@ -21,10 +21,9 @@ from nanorun.evals.core import BATCH_TOKENS, BATCH_TOKENS_GPU
 from nanorun.evals.core_model import OurModel
 from nanorun.evals.core_prompts import Encoded
 from nanorun.evals.core_score import score
-from nanorun.evals.run import load_model
 from nanorun.infer.engine import Engine, Request, Sampling
+from nanorun.infer.load import load_model
 from nanorun.model.gpt import GPT
-from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 
 Pair = tuple[list[int], list[int]]  # context and continuation
@@ -46,8 +45,8 @@ class NanorunLM(TemplateLM):
             assert text is not None, "a model needs its tokenizer"
             self.gpt, self.text = model, text
         else:
-            _, _, config, self.gpt = load_model(model)
-            self.text = open_tokenizer(config.tokenizer)
+            loaded = load_model(model)
+            self.gpt, self.text = loaded.model, loaded.tokenizer
         self.scorer = OurModel(self.gpt)
         usual = BATCH_TOKENS_GPU if self.scorer.device.type == "cuda" else BATCH_TOKENS
         self.batch_tokens = int(batch_tokens or usual)

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,17 +16,15 @@ from nanorun import checkpoint, compiling, hardware, home, memory, plan
 from nanorun.config import Backend, Config, Dtype, Horizon, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
-from nanorun.data.loader import Batch, Loader
-from nanorun.data.packing import Packing
+from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
-from nanorun.data.sources import ConversationSource, Source, open_source
+from nanorun.data.sources import Source, open_source
 from nanorun.errors import UserError, json_fault
-from nanorun.evals.bpb import BpbResult, evaluate_bpb
+from nanorun.evals.bpb import bpb_evaluator
 from nanorun.infer.plain import generate
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import GPT, build
 from nanorun.model.kernels import ahead, fp8
-from nanorun.model.loss import IGNORE
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import Run, read_metrics, write_json
@@ -237,7 +235,7 @@ def assemble(
     """The parts of a run: fresh, from a parent's weights, or as a checkpoint left them. On text, if not told other."""
     machine = hardware.detect()
     device = torch.device(machine.device)
-    dtype = compute_dtype(machine, options.dtype)
+    dtype = hardware.compute_dtype(machine, options.dtype)
     if options.deterministic:
         make_deterministic()
     if device.type == "cpu":
@@ -258,7 +256,7 @@ def assemble(
     optimizer = Optimizer(groups, config.optim, compiled=compiled)
 
     recorded = found.state.get("rows") if found is not None else None
-    rows = options.device_batch or recorded or fitting_rows(config, machine)
+    rows = options.device_batch or recorded or memory.micro_batch_rows(config.model, machine)
     per_step = config.train.batch_tokens // config.model.context
     rows = memory.largest_divisor(per_step, rows)
     material = material or text_material(config, tokenizer)
@@ -280,7 +278,7 @@ def assemble(
         forward,
         optimizer,
         loader,
-        evaluate_on(material.val, config, tokenizer, forward, device, rows, config.train.eval_tokens),
+        bpb_evaluator(material.val, config.model, tokenizer, forward, device, rows, config.train.eval_tokens),
         device,
         exam=material.exam,
         micro_steps=per_step // rows,
@@ -304,19 +302,9 @@ def text_material(config: Config, tokenizer: Tokenizer) -> Material:
     return Material(open_source(dataset, "train", tokenizer), order, open_source(dataset, "val", tokenizer))
 
 
-def compute_dtype(machine: hardware.Hardware, wanted: Dtype = "auto") -> torch.dtype:
-    """What activations are in: bf16 where a GPU has it in hardware, else fp16 with a scaled loss. CPUs train the
-    small models in fp32, which is exact and as fast, and so does Apple's GPU."""
-    if wanted != "auto":
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
-    if machine.device != "cuda":
-        return torch.float32
-    return torch.bfloat16 if machine.native_bf16 else torch.float16
-
-
 def check_fp8(config: Config, machine: hardware.Hardware, options: Options) -> None:
     model = config.model
-    possible = compute_dtype(machine, options.dtype) == torch.bfloat16 and fp8.works(
+    possible = hardware.compute_dtype(machine, options.dtype) == torch.bfloat16 and fp8.works(
         torch.device(machine.device)
     )
     if model.fp8 not in ("none", "auto") and not (possible and fp8.fits(model.dim)):
@@ -330,76 +318,6 @@ def make_deterministic() -> None:
     """The same bits every time on the same GPU, a little slower. Must come before CUDA is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-
-
-def fitting_rows(config: Config, machine: hardware.Hardware) -> int:
-    """The micro-batch: as many rows as keep the device busy and fit its memory by the plan."""
-    wanted = memory.comfortable_rows(config.model, machine.device)
-    if machine.device == "cpu":
-        return wanted
-    found = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
-    found = found or hardware.this_gpu()
-    fits = memory.largest_batch(config.model, found, 1, config.model.recompute)
-    if fits < 1:
-        raise UserError(
-            f"A model of depth {config.model.depth} does not fit the {machine.name} even one row at a time: choose "
-            "a smaller --depth or --context, or --recompute."
-        )
-    return min(wanted, fits)
-
-
-def evaluator(
-    config: Config,
-    dataset: Dataset,
-    tokenizer: Tokenizer,
-    forward: Callable[..., Tensor],
-    device: torch.device,
-    rows: int,
-    max_tokens: int | None,
-) -> Callable[[], BpbResult]:
-    """Bits per byte over a dataset's validation text."""
-    source = open_source(dataset, "val", tokenizer)
-    return evaluate_on(source, config, tokenizer, forward, device, rows, max_tokens)
-
-
-def evaluate_on(
-    source: Source,
-    config: Config,
-    tokenizer: Tokenizer,
-    forward: Callable[..., Tensor],
-    device: torch.device,
-    rows: int,
-    max_tokens: int | None,
-) -> Callable[[], BpbResult]:
-    """Bits per byte over a source, from its start, at most so many tokens of it; of a conversation, over what the
-    assistant says."""
-    packing: Packing = "padded" if isinstance(source, ConversationSource) else "best_fit"
-    where = device if device.type != "mps" else torch.device("cpu")  # sums are in float64, which MPS has not
-    sizes = torch.from_numpy(tokenizer.token_bytes(config.model.padded_vocab)).to(where)
-
-    @torch.no_grad()
-    def losses(batch: Batch) -> Tensor:
-        return forward(*loop.to_device(batch, device, config.model.document_mask), True)
-
-    def evaluate() -> BpbResult:
-        order = RowOrder(packing, shuffle=False, epochs=1)
-        with Loader(source, rows=rows, context=config.model.context, order=order) as loader:
-            return evaluate_bpb(losses, first_tokens(loader, max_tokens), sizes)
-
-    return evaluate
-
-
-def first_tokens(batches: Iterable[Batch], most: int | None) -> Iterator[Batch]:
-    """Batches with this many targets in all, no matter how many a batch has: of the last, the rest is ignored."""
-    left = most
-    for batch in batches:
-        if left is not None and batch.trained_tokens >= left:
-            wanted = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets) <= left
-            yield replace(batch, targets=torch.where(wanted, batch.targets, IGNORE), trained_tokens=left)
-            return
-        yield batch
-        if left is not None:
-            left -= batch.trained_tokens
 
 
 def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from nanorun import checkpoint
 from nanorun.config import Config
 from nanorun.console import Progress, say
-from nanorun.data.loader import Batch
+from nanorun.data.loader import Batch, to_device
 from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
@@ -225,18 +225,6 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
         if t.step < train.steps:
             save(t)
     return t.step == train.steps
-
-
-def to_device(batch: Batch, device: torch.device, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, targets and, where attention must stay inside documents, the number of each token's document."""
-    inputs = batch.inputs.to(device, non_blocking=True)
-    targets = batch.targets.to(device, non_blocking=True)
-    if not masked:
-        return inputs, targets, None
-    docs = torch.zeros(batch.inputs.numel(), dtype=torch.int32)
-    docs[batch.doc_starts.long()] = 1
-    docs = docs.cumsum(0, dtype=torch.int32).view(batch.inputs.shape)
-    return inputs, targets, docs.to(device, non_blocking=True)
 
 
 def step_record(t: Training, step: Step) -> dict[str, Any]:

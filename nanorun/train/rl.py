@@ -25,14 +25,15 @@ from nanorun.config import Config, Dtype
 from nanorun.console import say
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
-from nanorun.model.gpt import GPT, empty
+from nanorun.infer.load import model_from_weights
+from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import loop
-from nanorun.train.base import Interrupted, compute_dtype, make_deterministic
+from nanorun.train.base import Interrupted, make_deterministic
 from nanorun.train.guard import Guard, LossScale, SpeedWatch, Verdict
 from nanorun.train.policy import MicroBatch, Sample, micro_batches, policy_loss, token_logprobs
 from nanorun.train.rl_config import OpenTask, RLConfig, configure
@@ -100,16 +101,16 @@ def assemble(
 ) -> tuple[loop.Training, GPT | None]:
     """The parts of a run, fresh or as a checkpoint left them; and the reference, where there is one."""
     machine = hardware.detect()
-    device, dtype = torch.device(machine.device), compute_dtype(machine, options.dtype)
+    device, dtype = torch.device(machine.device), hardware.compute_dtype(machine, options.dtype)
     tokenizer = open_tokenizer(config.tokenizer)
-    model = _load(config, device, dtype, found or _start(run, rl))
+    model = model_from_weights((found or _start(run, rl)).model, config.model, device, dtype)
     reference = None
     if rl.kl:
         kept = checkpoint.load_newest(run.folder / REFERENCE)
         if kept is None:
             kept = _start(run, rl)
             checkpoint.save(run.folder / REFERENCE, 0, kept.model, {}, {})
-        reference = _load(config, device, dtype, kept).requires_grad_(False)
+        reference = model_from_weights(kept.model, config.model, device, dtype).requires_grad_(False)
     compiled = options.compile and device.type == "cuda"
     groups = group_parameters(model.named_parameters(), config.optim)
     recorded = found.state.get("rows") if found is not None else None
@@ -310,10 +311,3 @@ def _start(run: Run, rl: RLConfig) -> checkpoint.Checkpoint:
         f"The run '{run.name}' starts from step {rl.parent_step} of '{rl.parent}', which cannot be read ({reason}): "
         "begin anew from what there is with --fresh."
     )
-
-
-def _load(config: Config, device: torch.device, dtype: torch.dtype, found: checkpoint.Checkpoint) -> GPT:
-    model = empty(config.model, device, dtype)
-    model.load_state_dict(found.model)
-    model.init_buffers()
-    return model

@@ -26,6 +26,7 @@ from nanorun.data.rows import RowOrder, count_rows
 from nanorun.errors import UserError
 from nanorun.evals.chat import Options as ExamOptions
 from nanorun.evals.chat import examiner, open_tasks
+from nanorun.infer.load import newest_checkpoint
 from nanorun.model.attention import choose_backends
 from nanorun.runs import Run, newest_run, read_config, read_metrics
 from nanorun.tasks.recipe import find_recipe, prepare
@@ -103,7 +104,7 @@ def train_sft(choices: Choices, options: Options) -> dict[str, Any]:
             say(f"run '{name}' is finished already, at step {found.step}")
             summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
             return summary
-        begin = Parent(parent_checkpoint(parent), choices.warm) if found is None else None
+        begin = Parent(newest_checkpoint(parent), choices.warm) if found is None else None
         training, finished = base.train_within_memory(config, run, options, found, material, begin)
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
@@ -118,13 +119,6 @@ def find_parent(name: str | None) -> str:
             "makes one."
         )
     return name
-
-
-def parent_checkpoint(name: str) -> checkpoint.Checkpoint:
-    found = checkpoint.load_newest(home.runs_dir() / name / "checkpoints", repair=False)
-    if found is None:
-        raise UserError(f"The run '{name}' has no checkpoint to begin from: let it train on.")
-    return found
 
 
 def name_after(parent: str, mixture: str) -> str:

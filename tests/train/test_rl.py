@@ -433,10 +433,11 @@ def test_an_empty_home_has_nothing_to_start_from(home):
 
 
 def test_the_config_is_one_that_every_verb_reads(world):
-    from nanorun.evals.run import load_model
+    from nanorun.infer.load import load_model
 
     learn("readable")
-    name, step, config, _ = load_model("readable")
-    assert (name, step, config.kind) == ("readable", 4, "rl")
+    loaded = load_model("readable")
+    config = loaded.config
+    assert (loaded.run, loaded.step, config.kind) == ("readable", 4, "rl")
     assert config.model.fp8 == "none", "what is learned is what the engine sampled"
     assert RLConfig(**{**read_config("readable")["rl"], "tasks": ("echo",)}).parent == "echoes"

@@ -26,7 +26,7 @@ from nanorun.data.rows import RowOrder
 from nanorun.data.sample.words import COMMON
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
-from nanorun.evals.run import load_model
+from nanorun.infer.load import load_model, newest_checkpoint
 from nanorun.model.gpt import GPT
 from nanorun.runs import Run, read_config, read_metrics
 from nanorun.tasks.recipe import find_recipe, prepare
@@ -191,7 +191,7 @@ def assembled(world: Path, name: str, **changes) -> loop.Training:
     parent = Config.from_dict(read_config("tiny-base"))
     material = material_of(world, chosen.context or 64)
     config = sft.configure(parent, chosen, material)
-    begin = Parent(sft.parent_checkpoint("tiny-base"), chosen.warm)
+    begin = Parent(newest_checkpoint("tiny-base"), chosen.warm)
     run = Run.open(name, config.to_dict(), fresh=True)
     return base.assemble(config, run, Options(device_batch=4), None, material, begin)
 
@@ -213,7 +213,7 @@ def test_the_loss_is_the_mean_over_the_steps_trained_tokens_and_the_users_do_not
 
 
 def test_it_begins_with_the_parents_weights_and_optimizer_and_0_8_of_its_rates(world):
-    parent = sft.parent_checkpoint("tiny-base")
+    parent = newest_checkpoint("tiny-base")
     for warm in (True, False):
         t = assembled(world, f"warm-{warm}", warm=warm)
         with t.loader, t.run:
@@ -319,7 +319,8 @@ def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
     record = read_config("child")
     assert (record["kind"], record["parent"], record["mixture"]["name"]) == ("sft", "tiny-base", "mixture")
     assert record["mixture"]["train"][0]["repeat"] == 2
-    _, step, config, model = load_model("child")
+    child = load_model("child")
+    step, config, model = child.step, child.config, child.model
     assert (step, config.model.context) == (3, 32)
     assert isinstance(model, GPT)
     grandchild = train_sft(choices(world, steps=2, parent="child"), Options(name="grandchild", fresh=True))
@@ -406,7 +407,7 @@ def test_chatcore_on_the_way_leaves_out_what_cannot_be_judged_here(world):
         def reward(self, index, reply):
             raise SandboxUnavailable("there is none")
 
-    _, _, _, model = load_model("tiny-base")
+    model = load_model("tiny-base").model
     tasks = {"facts": SampleQuestions("sample-facts"), "program": Program("sample-sums")}
     marks = chat.examiner(open_tokenizer("sample"), tasks, 2)(model)
     assert marks.figures().keys() == {"chatcore", "chat_facts"}

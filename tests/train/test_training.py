@@ -20,8 +20,10 @@ from nanorun import checkpoint
 from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_model
 from nanorun.data.dataset import open_dataset
 from nanorun.data.get import make_sample
+from nanorun.data.sources import open_source
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
+from nanorun.evals.bpb import bpb_evaluator
 from nanorun.model.gpt import build
 from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
@@ -397,9 +399,9 @@ def test_documents_are_masked_in_training_and_in_evaluation_alike(world):
         _, _, docs = loop.to_device(next(t.loader), t.device, True)
         seen = []
         forward, t.forward = t.forward, None
-        t.evaluate = base.evaluator(
-            masked,
-            base.open_dataset("sample"),
+        t.evaluate = bpb_evaluator(
+            open_source(base.open_dataset("sample"), "val", open_tokenizer("sample")),
+            masked.model,
             open_tokenizer("sample"),
             lambda *args: seen.append(args[2]) or forward(*args),
             t.device,
@@ -464,8 +466,10 @@ def test_what_cannot_be_trained_leaves_no_run_behind(world):
 def test_an_evaluation_takes_exactly_as_many_tokens_as_asked_for_whatever_the_micro_batch(most):
     config, tokenizer = tiny(), open_tokenizer("sample")
     model, device = build(config.model, torch.device("cpu"), torch.float32), torch.device("cpu")
-    data = open_dataset("sample")
-    results = [base.evaluator(config, data, tokenizer, model, device, rows, most)() for rows in (1, 3, 8)]
+    source = open_source(open_dataset("sample"), "val", tokenizer)
+    results = [
+        bpb_evaluator(source, config.model, tokenizer, model, device, rows, most)() for rows in (1, 3, 8)
+    ]
     assert [result.tokens for result in results] == [most] * 3
     assert len({result.bytes for result in results}) == 1
     assert results[0].bpb == pytest.approx(results[2].bpb, rel=1e-5)
