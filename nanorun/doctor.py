@@ -130,7 +130,7 @@ def _count(kind: str) -> int:
 
 
 def _sandbox() -> Finding:
-    from nanorun.infer.sandbox import Sandbox, SandboxUnavailable
+    from nanorun.tools.sandbox import Sandbox, SandboxUnavailable
 
     try:
         Sandbox.probe()

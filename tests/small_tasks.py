@@ -90,7 +90,7 @@ class Sandboxed(Echo):
     name, here = "sandboxed", True
 
     def reward(self, index, reply):
-        from nanorun.infer.sandbox import SandboxUnavailable
+        from nanorun.tools.sandbox import SandboxUnavailable
 
         if not self.here:
             raise SandboxUnavailable("there is none in this test")

@@ -27,9 +27,9 @@ from nanorun.chat.conversation import Dialogue, Options, Speaker
 from nanorun.chat.screen import visible
 from nanorun.chat.wrap import Wrap, cells
 from nanorun.infer.request import Sampling
-from nanorun.infer.sandbox import Sandbox, SandboxUnavailable
 from nanorun.runs import newest_speaker
 from nanorun.text.chat import render
+from nanorun.tools.sandbox import Sandbox, SandboxUnavailable
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = ("--temperature", "0")

@@ -22,10 +22,10 @@ from typing import Any, Literal
 from nanorun.errors import UserError
 from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settings, Tool
 from nanorun.infer.load import load_model
-from nanorun.infer.sandbox import Sandbox
-from nanorun.infer.tools import Function, ToolState, calculate, python_tool
 from nanorun.runs import CHAT_KINDS, speakers
 from nanorun.text.chat import ConversationCut, Part, ReplyStream, join_pieces, render, render_prompt
+from nanorun.tools.calls import Function, ToolState, calculate, python_tool
+from nanorun.tools.sandbox import Sandbox
 
 # The kind of part, which is text, python, output (a tool's) or guess (an output that the model made up), and text.
 Piece = tuple[str, str]

@@ -30,13 +30,13 @@ from nanorun.console import Progress, say
 from nanorun.errors import UserError
 from nanorun.evals.replies import Answer, Manner, answer_task, asked
 from nanorun.infer.load import load_model, model_from_weights
-from nanorun.infer.sandbox import SandboxUnavailable
 from nanorun.model.gpt import GPT
 from nanorun.provenance import record
 from nanorun.runs import speakers
 from nanorun.tasks.task import Task
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
+from nanorun.tools.sandbox import SandboxUnavailable
 
 CHATCORE = ("arc-easy", "arc-challenge", "mmlu", "gsm8k", "humaneval", "spelling")
 SAMPLE = ("sample-facts", "sample-sums", "sample-spelling", "sample-counting")

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from nanorun.config import ModelConfig
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
-from nanorun.infer.tools import ToolState
 from nanorun.model.gpt import GPT
 from nanorun.model.loss import IGNORE
 from nanorun.tasks.task import Conversation, Task, question
 from nanorun.text.chat import Part, parse_reply, render_prompt
 from nanorun.text.tokenizer import Tokenizer
+from nanorun.tools.calls import ToolState
 
 CACHE_SHARE = 0.15  # of a GPU's memory, for the texts that are written at a time
 CACHE_BYTES = 2 * 2**30  # of a CPU's

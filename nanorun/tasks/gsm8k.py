@@ -10,10 +10,10 @@ from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 
-from nanorun.infer.calculator import ToolError, calculate
 from nanorun.tasks.files import field, read_split
 from nanorun.tasks.task import Conversation, said
 from nanorun.text.chat import Part
+from nanorun.tools.calculator import ToolError, calculate
 
 NAMES = {
     "train": ("main/train-*.parquet", "gsm8k/train.jsonl", "gsm8k_train.jsonl"),

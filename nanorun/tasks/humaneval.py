@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanorun.infer.sandbox import Sandbox
 from nanorun.tasks.files import Record, field, read_split
 from nanorun.tasks.task import Conversation, said
 from nanorun.text.chat import Part
+from nanorun.tools.sandbox import Sandbox
 
 NAMES = {"test": ("openai_humaneval/test-*.parquet", "HumanEval.jsonl", "humaneval.jsonl")}
 TIMEOUT = 5.0  # seconds for a program and its tests

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nanorun.errors import UserError
-from nanorun.infer.bubblewrap import SandboxUnavailable
 from nanorun.tasks.task import Conversation, Examples
 from nanorun.text.chat import Part
+from nanorun.tools.bubblewrap import SandboxUnavailable
 
 
 def is_code(spec: str) -> bool:

@@ -11,8 +11,6 @@ import pyarrow.parquet
 import pytest
 
 from nanorun.errors import UserError
-from nanorun.infer.calculator import calculate
-from nanorun.infer.sandbox import Sandbox, SandboxUnavailable
 from nanorun.tasks.arc import arc
 from nanorun.tasks.catalogue import CHATCORE, open_examples, open_task
 from nanorun.tasks.gsm8k import Gsm8k, final_number, with_calls
@@ -22,6 +20,8 @@ from nanorun.tasks.multiple_choice import LETTERS, chosen
 from nanorun.tasks.spelling import SpellingBee
 from nanorun.tasks.task import question, said
 from nanorun.text.chat import parse_reply, render, render_prompt
+from nanorun.tools.calculator import calculate
+from nanorun.tools.sandbox import Sandbox, SandboxUnavailable
 
 
 def text(words: str) -> list[dict[str, str]]:

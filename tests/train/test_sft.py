@@ -400,8 +400,8 @@ def test_a_look_at_chatcore_that_a_kill_prevented_is_made_up_for(world):
 
 def test_chatcore_on_the_way_leaves_out_what_cannot_be_judged_here(world):
     from nanorun.evals import chat
-    from nanorun.infer.sandbox import SandboxUnavailable
     from nanorun.tasks.lantern_isles import SampleQuestions
+    from nanorun.tools.sandbox import SandboxUnavailable
 
     class Program(SampleQuestions):
         def reward(self, index, reply):

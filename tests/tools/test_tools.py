@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanorun.infer.calculator import MAX_SIZE
-from nanorun.infer.tools import Call, ToolError, ToolState, calculate
 from nanorun.text.chat import parse_reply
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
+from nanorun.tools.calculator import MAX_SIZE
+from nanorun.tools.calls import Call, ToolError, ToolState, calculate
 
 # -- the calculator ----------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from nanorun.infer.sandbox import Result, Sandbox, SandboxUnavailable
-from nanorun.infer.tools import ToolError, python_tool
+from nanorun.tools.calls import ToolError, python_tool
+from nanorun.tools.sandbox import Result, Sandbox, SandboxUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -450,7 +450,7 @@ def test_no_process_is_left_when_a_limit_ends_a_program(sandbox: Sandbox) -> Non
 
 def test_the_program_dies_with_the_process_that_started_it(sandbox: Sandbox) -> None:
     code = (
-        "from nanorun.infer.sandbox import Sandbox\nSandbox.probe().run('while True: pass', timeout=98.765)"
+        "from nanorun.tools.sandbox import Sandbox\nSandbox.probe().run('while True: pass', timeout=98.765)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
     within(20, lambda: bool(processes_that_mention("98.765")))
@@ -517,7 +517,7 @@ def test_a_sandbox_with_a_hole_is_not_used(
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 def test_an_ordinary_user_has_the_same_sandbox(sandbox: Sandbox) -> None:
     check = "import os, sys; os.stat(sys._base_executable); assert sys.version_info >= (3, 11)"
-    use = "from nanorun.infer.sandbox import Sandbox; print(Sandbox.probe().run('print(6 * 7)').stdout)"
+    use = "from nanorun.tools.sandbox import Sandbox; print(Sandbox.probe().run('print(6 * 7)').stdout)"
 
     def as_nobody(code: str) -> subprocess.CompletedProcess[str]:
         become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"]

@@ -20,9 +20,9 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanorun.infer.calculator import ToolError, calculate
-from nanorun.infer.sandbox import Result, Sandbox, SandboxUnavailable
 from nanorun.text.tokenizer import Tokenizer
+from nanorun.tools.calculator import ToolError, calculate
+from nanorun.tools.sandbox import Result, Sandbox, SandboxUnavailable
 
 __all__ = ["Call", "Function", "ToolError", "ToolState", "calculate", "python_tool"]
 

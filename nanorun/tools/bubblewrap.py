@@ -7,7 +7,7 @@ Python and its libraries have them written inside.
 The user is nobody. Started by a person, the program is user 65534 of a new user namespace, which is that
 person outside and can do less. Started by root, that would be root outside, whom the kernel exempts from the
 limit on threads. Root therefore opens one user namespace with all its ids in it, and every program gets an
-id there that no one else has (`inside.py` switches to it).
+id there that no one else has (`sandbox_bootstrap.py` switches to it).
 """
 
 import functools

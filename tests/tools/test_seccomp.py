@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from nanorun.infer.seccomp import MACHINES, filter_program
+from nanorun.tools.seccomp import MACHINES, filter_program
 
 ALLOW, NOT_IMPLEMENTED, KILL = "allow", "not implemented", "kill"
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

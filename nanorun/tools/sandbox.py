@@ -6,7 +6,7 @@ Four walls, each of which stands without the others:
    and nothing else, no environment, no terminal, nobody's user.
 2. Few system calls (`seccomp.py`). Above all there is no second process: nothing to outlive the program,
    nothing to bomb with, and a limit on one process's memory is a limit on memory.
-3. Limits that the kernel keeps (`inside.py`): memory, CPU time, threads, files.
+3. Limits that the kernel keeps (`sandbox_bootstrap.py`): memory, CPU time, threads, files.
 4. A watch on the clock and on the output. When it is over, killing the first process of the namespace takes
    everything in it along.
 
@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from nanorun.infer import seccomp
-from nanorun.infer.bubblewrap import (
+from nanorun.tools import seccomp
+from nanorun.tools.bubblewrap import (
     NAMESPACES,
     SandboxUnavailable,
     file_system,
@@ -99,7 +99,7 @@ class Sandbox:
         self._users = users()
         self._filter = seccomp.filter_program(platform.machine())
         self._start = [bwrap, *self._users.options, *namespaces(), *file_system()]
-        inside = Path(__file__).with_name("inside.py").read_text("utf-8")
+        inside = Path(__file__).with_name("sandbox_bootstrap.py").read_text("utf-8")
         self._python = [python_path(), "-I", "-S", "-B", "-X", "utf8", "-c", inside]
 
     @classmethod
