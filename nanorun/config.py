@@ -1,8 +1,8 @@
 """What a run is: frozen dataclasses, and `scale`, which derives all of them from one dial, the depth.
 
 Depth fixes the width, the width and the vocabulary fix the number of parameters, parameters times a ratio
-fix how many tokens to train on, tokens fix the batch, and the batch fixes the rates. Each derived value can
-be set by hand, and then stays as set. Hardware never changes what is learned: it only chooses the
+fix how many tokens to train on, tokens fix the batch, and the batch fixes the learning rates. Each derived
+value can be set by hand, and then stays as set. Hardware never changes what is learned: it only chooses the
 micro-batch, the dtype and the attention backend.
 
 Every idea of the ladder is one field here, read in one place. `dataclasses.replace(config, field=value)`
@@ -18,12 +18,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from nanorun.errors import UserError
 
 VOCAB_MULTIPLE = 64
-REFERENCE_BATCH = 2**19  # tokens; the rates below were found at this batch ...
+REFERENCE_BATCH = 2**19  # tokens; the learning rates below were tuned at this batch size ...
 REFERENCE_DEPTH = 12  # ... for a model of this depth
 NORM_EPSILON = (
     2.0**-23
 )  # fp32's; named everywhere, since torch's default depends on dtype, device and version
-MOST_DECAY = 1.0  # the rule for it was found on real models and leaves all bounds for tiny ones
+MAX_WEIGHT_DECAY = 1.0  # the scaling rule was fitted to real models and diverges for tiny ones
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
@@ -142,25 +142,33 @@ SMEAR_GATE_CHANNELS = 24
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Rates at their peak, as used (already scaled to the batch and width)."""
+    """ScheduledHyperparameters at their peak, as used (already scaled to the batch and width)."""
 
-    matrix_rate: float = 0.02
-    embedding_rate: float = 0.3
-    value_embedding_rate: float = 0.15
-    head_rate: float = 0.008
-    lambda_rate: float = 0.005
-    mu_rate: float = 0.05  # with much more, the stream cancels itself in the first steps
-    gate_rate: float = 0.05  # smear, backout and value gates; the same
-    matrix_decay: float = 0.28
+    matrix_lr: float = 0.02
+    embedding_lr: float = 0.3
+    value_embedding_lr: float = 0.15
+    head_lr: float = 0.008
+    lambda_lr: float = 0.005
+    mu_lr: float = 0.05  # much more, and the residual stream cancels itself in the first steps
+    gate_lr: float = 0.05  # smear, backout and value gates; the same limit holds
+    matrix_weight_decay: float = 0.28
     orthogonalize: Literal["polar_express", "newton_schulz"] = "polar_express"
     normuon: bool = True
     cautious_decay: bool = True
     nesterov: bool = True
     beta2: float = 0.9  # of NorMuon's second moment
-    clip: float | None = None  # gradient norm
+    max_grad_norm: float | None = None
     warmup_steps: int = 40
-    warmdown: float = 0.65  # the last part of the run
-    final_rate: float = 0.05
+    warmdown: float = 0.65  # fraction of the run over which the learning rate falls
+    final_lr_fraction: float = 0.05
+
+    def fine_tuning(self, lr_fraction: float, warmdown: float) -> "OptimConfig":
+        """For a stage that starts from trained weights: every learning rate times `lr_fraction`, falling to 0. No
+        weight decay, since the parent's schedule had reached 0."""
+        lrs = {name: lr_fraction * value for name, value in vars(self).items() if name.endswith("_lr")}
+        return replace(
+            self, **lrs, final_lr_fraction=0.0, matrix_weight_decay=0.0, warmup_steps=0, warmdown=warmdown
+        )
 
 
 @dataclass(frozen=True)
@@ -225,9 +233,25 @@ _BEFORE = {
 }
 
 
+# Fields of config.json that earlier versions wrote under another name.
+_RENAMED_FIELDS = {
+    "matrix_rate": "matrix_lr",
+    "embedding_rate": "embedding_lr",
+    "value_embedding_rate": "value_embedding_lr",
+    "head_rate": "head_lr",
+    "lambda_rate": "lambda_lr",
+    "mu_rate": "mu_lr",
+    "gate_rate": "gate_lr",
+    "final_rate": "final_lr_fraction",
+    "matrix_decay": "matrix_weight_decay",
+    "clip": "max_grad_norm",
+}
+
+
 def _build(part: str, kind: type, record: Any) -> Any:
     if not isinstance(record, Mapping):
         raise UserError(f"The configuration's {part} is {_shown(record)}: it must hold settings by name.")
+    record = {_RENAMED_FIELDS.get(name, name): value for name, value in record.items()}
     hints = get_type_hints(kind)
     unknown = sorted(str(name) for name in set(record) - set(hints))
     if unknown:
@@ -340,14 +364,14 @@ def scale(
     base = OptimConfig()
     optim = replace(
         base,
-        matrix_rate=base.matrix_rate * by_batch,
-        embedding_rate=base.embedding_rate * by_batch * by_width,
-        value_embedding_rate=base.value_embedding_rate * by_batch * by_width,
-        head_rate=base.head_rate * by_batch * by_width,
-        lambda_rate=base.lambda_rate * by_batch * by_width,
-        mu_rate=base.mu_rate * by_batch * by_width,
-        gate_rate=base.gate_rate * by_batch * by_width,
-        matrix_decay=min(base.matrix_decay * by_batch / growth, MOST_DECAY),
+        matrix_lr=base.matrix_lr * by_batch,
+        embedding_lr=base.embedding_lr * by_batch * by_width,
+        value_embedding_lr=base.value_embedding_lr * by_batch * by_width,
+        head_lr=base.head_lr * by_batch * by_width,
+        lambda_lr=base.lambda_lr * by_batch * by_width,
+        mu_lr=base.mu_lr * by_batch * by_width,
+        gate_lr=base.gate_lr * by_batch * by_width,
+        matrix_weight_decay=min(base.matrix_weight_decay * by_batch / growth, MAX_WEIGHT_DECAY),
         warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
     )
     train = TrainConfig(steps=steps, batch_tokens=batch_tokens, **(train_changes or {}))
@@ -359,11 +383,11 @@ def sample_preset(
 ) -> Config:
     """The CPU speedrun: a model that learns the sample world in about three minutes on two cores.
 
-    Too small for the dial: four narrow heads, a short context and a small batch, with rates unscaled and its
-    scalars in more haste than a large model bears, were found by trying (docs/lab-notebook.md).
+    Too small for the scaling rules: four narrow heads, a short context, a small batch, unscaled learning rates and
+    higher ones for the scalars than a large model tolerates were found by trial (docs/lab-notebook.md).
     """
     model = scale_model(4, vocab_size, context=256, dim=128, heads=4, kv_heads=4)
-    optim = replace(OptimConfig(), mu_rate=0.5, gate_rate=0.2, matrix_decay=0.1, warmup_steps=10)
+    optim = replace(OptimConfig(), mu_lr=0.5, gate_lr=0.2, matrix_weight_decay=0.1, warmup_steps=10)
     train = TrainConfig(
         steps=steps, batch_tokens=4096, eval_every=100, eval_tokens=150_000, save_every=50, save_minutes=1.0
     )

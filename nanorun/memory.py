@@ -24,7 +24,7 @@ Memory of one GPU at its peak, which is between the forward and the backward pas
     scratch      what is needed later, when activations have made room: only what they do not cover counts, and that
                  is nothing but in a large model with few rows. The more of two: gradients of the matrices and the
                  head by the last micro-batch, before they are added to the others; and what Muon takes to update a
-                 stack of matrices, 6.6 times their size, in stacks of at most STACK_BYTES. (To fit, the latter has to
+                 stack of matrices, 6.6 times their size, in stacks (optim/groups.py). (To fit, the latter has to
                  be there in any case: a recorded CUDA graph keeps its room for itself.)
 
 The same count of activations puts nanochat's d12 at 28.6 GiB with its own logits and states; 28.1 were
@@ -40,7 +40,6 @@ from nanorun.hardware import Gpu, named_gpu
 # a few thousand stay in a CPU's caches.
 _MICRO_TOKENS = {"cuda": 65_536, "mps": 32_768, "cpu": 4_096}
 _LAST_LAYER_BYTES = 22
-STACK_BYTES = 2**28
 _STACKS_AT_ONCE = 6.6  # copies of a stack, at the peak of its update (benchmarks/pretend.py, d40)
 CHUNK_LOGITS = {"cuda": 2**28, "mps": 2**25, "cpu": 2**25}  # as in model/loss.py
 PIECE_LOGITS = 2**27  # likewise
@@ -78,15 +77,12 @@ def largest_divisor(total: int, at_most: int) -> int:
     return next(n for n in range(min(at_most, total), 0, -1) if total % n == 0)
 
 
-def stacked(matrices: int, numbers: int) -> int:
-    """How many matrices of so many numbers are updated at a time, so that stacks are of equal length."""
-    return largest_divisor(matrices, max(STACK_BYTES // (4 * numbers), 1))
-
-
 def _update_bytes(model: ModelConfig) -> float:
+    from nanorun.optim.groups import stack_length  # imports torch, which takes a second
+
     square = model.dim**2
     kinds = ((4 * model.depth, square), (model.depth, model.mlp_ratio * square))
-    return _STACKS_AT_ONCE * 4 * max(stacked(matrices, numbers) * numbers for matrices, numbers in kinds)
+    return _STACKS_AT_ONCE * 4 * max(stack_length(matrices, numbers) * numbers for matrices, numbers in kinds)
 
 
 def memory_gb(

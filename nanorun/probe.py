@@ -37,7 +37,7 @@ def measure(config: Config, rows: int, seconds: float = SECONDS) -> Pace:
     from nanorun.model.gpt import build
     from nanorun.optim.groups import group_parameters
     from nanorun.optim.optimizer import Optimizer
-    from nanorun.optim.schedules import rates
+    from nanorun.optim.schedules import scheduled_hyperparameters
 
     like, rows = smaller(config.model, rows)
     dice = torch.Generator().manual_seed(0)
@@ -54,8 +54,8 @@ def measure(config: Config, rows: int, seconds: float = SECONDS) -> Pace:
         start = time.perf_counter()
         (model(tokens, tokens) / tokens.numel()).backward()
         between = time.perf_counter()
-        optimizer.clip(config.optim.clip)
-        optimizer.step(rates(0, 1, config.optim))
+        optimizer.clip_grad_norm(config.optim.max_grad_norm)
+        optimizer.step(scheduled_hyperparameters(0, 1, config.optim))
         optimizer.zero_grad()
         passes.append(between - start)
         updates.append(time.perf_counter() - between)

@@ -118,11 +118,11 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tiny_config(steps: int = 1) -> Config:
-    """Rates about as the dial sets them for so narrow a model: small steps would take the tests too long."""
+    """Learning rates about as `scale` sets them for so narrow a model: smaller ones would take the tests too long."""
     model = scale_model(2, 265, context=32, dim=32, heads=2, kv_heads=2)
     usual = OptimConfig()
-    rates = {name: 5 * getattr(usual, name) for name in vars(usual) if name.endswith("_rate")}
-    optim = replace(usual, **{**rates, "matrix_rate": 0.04, "final_rate": usual.final_rate})
+    lrs = {name: 5 * getattr(usual, name) for name in vars(usual) if name.endswith("_lr")}
+    optim = replace(usual, **{**lrs, "matrix_lr": 0.04})
     return Config(model, optim, TrainConfig(steps=steps), "sample", "bytes", "sft")
 
 

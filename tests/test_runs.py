@@ -94,6 +94,19 @@ def test_what_a_person_typed_is_named_before_what_follows_from_it(home):
         Run.open("mine", replace(begun, data="other").to_dict())
 
 
+def test_a_config_with_earlier_field_names_reads_as_today_and_its_run_resumes(home):
+    old = json.loads((Path(__file__).parent / "config_before_lr_names.json").read_text())
+    config = Config.from_dict(old)
+    assert config.optim.matrix_lr == old["optim"]["matrix_rate"]
+    assert config.optim.final_lr_fraction == old["optim"]["final_rate"]
+    assert config.optim.matrix_weight_decay == old["optim"]["matrix_decay"]
+    Run.open("mine", old).close()
+    Run.open("mine", config.to_dict()).close()
+    other = replace(config, optim=replace(config.optim, head_lr=1.0))
+    with pytest.raises(UserError, match=r"optim\.head_lr was"):
+        Run.open("mine", other.to_dict())
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -103,7 +116,7 @@ def test_what_a_person_typed_is_named_before_what_follows_from_it(home):
         (lambda r: r["train"].pop("steps"), "The configuration's train has no steps"),
         (lambda r: r["train"].update(steps="many"), 'steps is "many": it must be a whole number'),
         (lambda r: r["train"].update(steps=2.5), "steps is 2.5: it must be a whole number"),
-        (lambda r: r["optim"].update(clip="x"), 'clip is "x": it must be a number'),
+        (lambda r: r["optim"].update(max_grad_norm="x"), 'max_grad_norm is "x": it must be a number'),
         (lambda r: r["model"].update(smear=1), "smear is 1: it must be true or false"),
         (lambda r: r.update(data=None), "data is null: it must be text"),
     ],

@@ -198,7 +198,7 @@ def _timed_update(t: loop.Training, loss: torch.Tensor) -> float:
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(HEAD_START)  # as in a run, where the host is a whole step ahead of the GPU
     before.record()
-    loop.update(t, loss, schedules.rates(t.step, t.config.train.steps, t.config.optim))
+    loop.update(t, loss, schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim))
     after.record()
     torch.cuda.synchronize()
     return float(1e3 * before.elapsed_time(after))

@@ -1,19 +1,19 @@
-"""Orthogonalisation: keep a matrix's directions and make all of them equally long.
+"""Orthogonalization: keep a matrix's singular directions and make all singular values (nearly) 1.
 
-Write a matrix as U·S·Vᵀ. Its polar factor U·Vᵀ is the nearest matrix whose singular values are all 1, and
-`polar_svd` computes it the slow way. The two fast ways never factor anything. An odd polynomial
-a·x + b·x³ + c·x⁵ of a matrix, taken as a·X + (b·A + c·A²)·X with A = X·Xᵀ, acts on each singular value by
-itself and leaves U and V alone. So a few polynomials that push every number in (0, 1] towards 1 orthogonalise
-a matrix with nothing but matrix products, which GPUs do best.
+Write a matrix as U·S·Vᵀ. Its polar factor U·Vᵀ is the nearest matrix whose singular values are all 1; `polar_svd`
+computes it exactly and slowly. The two fast methods never factor anything. An odd polynomial a·x + b·x³ + c·x⁵ of a
+matrix, evaluated as a·X + (b·A + c·A²)·X with A = X·Xᵀ, acts on each singular value by itself and leaves U and V
+unchanged. So a few polynomials that push every number in (0, 1] towards 1 orthogonalize a matrix with nothing but
+GEMMs, which GPUs do best.
 
     newton_schulz   One polynomial, five times. Singular values end between 0.68 and 1.21 if they began above
                     0.002 of the matrix's Frobenius norm.
-    polar_express   A different polynomial each step, each the best one for what the one before left over
+    polar_express   A different polynomial each step, each optimal for what the previous one left over
                     (https://arxiv.org/abs/2505.16932). They end between 0.858 and 1.142 if they began above
                     0.0012 of the norm.
 
-Smaller ones are not lifted all the way up: each method multiplies a vanishing singular value by about 970
-(Polar Express) or 480 (Newton–Schulz). For an optimizer near 1 is near enough.
+Smaller ones stay below 1: each method multiplies a vanishing singular value by about 970 (Polar Express) or 480
+(Newton–Schulz). For an optimizer, near 1 is near enough.
 """
 
 from itertools import chain, islice, repeat
@@ -29,28 +29,28 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# The polynomials of Polar Express grow fast above 1, so a singular value must not land there by rounding to
-# bf16, which is off by up to 0.4% an entry.
+# The polynomials of Polar Express grow fast above 1, so rounding to bf16, by up to 0.4% an entry, must not push a
+# singular value above it.
 POLAR_EXPRESS_MARGIN = 1.02
 
 
 def polar_svd(x: Tensor) -> Tensor:
-    """The exact polar factor U·Vᵀ of each matrix: the truth that the fast ways approach."""
+    """The exact polar factor U·Vᵀ of each matrix: the reference for the fast methods."""
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
     return u @ vt
 
 
 def polar_express(x: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """Near-orthogonal matrices (..., rows, cols), in the dtype of x; steps after the fifth repeat the fifth.
+    """Nearly orthogonal matrices (..., rows, cols), in the dtype of x; steps after the fifth repeat the fifth.
 
-    The products run in `dtype`, by default that of x.
+    The GEMMs run in `dtype`, by default that of x.
     """
     schedule = islice(chain(POLAR_EXPRESS, repeat(POLAR_EXPRESS[-1])), steps)
     return _iterate(x, list(schedule), POLAR_EXPRESS_MARGIN, dtype)
 
 
 def newton_schulz(x: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """Like `polar_express`, with the first and simplest coefficients."""
+    """Like `polar_express`, with one polynomial for all steps."""
     return _iterate(x, [NEWTON_SCHULZ] * steps, 1.0, dtype)
 
 
@@ -58,7 +58,7 @@ ORTHOGONALIZERS = {"polar_express": polar_express, "newton_schulz": newton_schul
 
 
 def matmul_dtype(matrix: Tensor) -> torch.dtype | None:
-    """What the products of such a matrix are best made in: 16 bits on a GPU, whose rounding does not matter here."""
+    """The dtype of the GEMMs: 16 bits on a GPU, whose rounding does not matter here."""
     if not matrix.is_cuda:
         return None
     return torch.bfloat16 if torch.cuda.get_device_capability(matrix.device)[0] >= 8 else torch.float16

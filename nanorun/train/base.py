@@ -31,7 +31,7 @@ from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import loop
-from nanorun.train.guard import LossScale
+from nanorun.train.guard import LossScaler
 from nanorun.train.micro import Replayed
 from nanorun.train.track import Tracker, require
 
@@ -283,7 +283,7 @@ def assemble(
         exam=material.exam,
         micro_steps=per_step // rows,
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
-        scale=LossScale(dtype == torch.float16),
+        scale=LossScaler(dtype == torch.float16),
         tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,
         micro=Replayed(forward, optimizer.params) if compiled and options.graphs else None,
     )

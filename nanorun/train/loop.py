@@ -28,9 +28,9 @@ from nanorun.data.loader import Batch, to_device
 from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
-from nanorun.optim.schedules import Rates
+from nanorun.optim.schedules import ScheduledHyperparameters
 from nanorun.runs import Run
-from nanorun.train.guard import Guard, LossScale, SpeedWatch, StopSignals, Verdict
+from nanorun.train.guard import LossScaler, StepVerdict, StopSignals, ThroughputMonitor, TrainingGuard
 from nanorun.train.micro import Launched, Micro
 from nanorun.train.track import Tracker
 
@@ -79,9 +79,9 @@ class Training:
     exam: Exam | None = None
     micro_steps: int = 1  # batches of the loader that make one step
     peak_flops: float | None = None  # of the device, for MFU
-    guard: Guard = field(default_factory=Guard)
-    scale: LossScale = field(default_factory=lambda: LossScale(False))
-    watch: SpeedWatch = field(default_factory=SpeedWatch)
+    guard: TrainingGuard = field(default_factory=TrainingGuard)
+    scale: LossScaler = field(default_factory=lambda: LossScaler(False))
+    watch: ThroughputMonitor = field(default_factory=ThroughputMonitor)
     unit: Literal["tok", "step"] = "tok"  # of the progress bar
     position: dict[str, Any] = field(default_factory=dict)  # of the loader, behind the last whole step
     stop: Callable[[], object] = lambda: False  # asked between micro-batches
@@ -114,7 +114,7 @@ class Step:
     tokens: int
     seconds: float
     waited: float  # of them, for data
-    verdict: Verdict
+    verdict: StepVerdict
     rate: float
     figures: Mapping[str, Any] = field(default_factory=dict)  # more for the log
     note: str = ""  # for the progress bar
@@ -137,7 +137,7 @@ class Abandoned(Exception):
 def train_step(t: Training) -> Step:
     """The whole of training, on one screen. Where epochs are counted, the last step may be a short one."""
     start = time.perf_counter()
-    rates = schedules.rates(t.step, t.config.train.steps, t.config.optim)
+    hyperparameters = schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
     batches: list[Batch] = list(islice(t.loader, t.micro_steps))
     if not batches:
         raise OutOfData
@@ -151,31 +151,33 @@ def train_step(t: Training) -> Step:
         given = to_device(batch, t.device, t.config.model.document_mask)
         total += t.learn(*given, trained, t.scale.scale)
         t.pulse(batch.inputs.numel())
-    loss_now, norm_now, verdict = update(t, total, rates)
+    loss_now, norm_now, verdict = update(t, total, hyperparameters)
     t.step += 1
     t.tokens += trained
     t.position = t.loader.state()
     seconds = time.perf_counter() - start
     t.seconds += seconds
     read = sum(batch.inputs.numel() for batch in batches)
-    return Step(loss_now, norm_now, trained, seconds, waited, verdict, rates.rate_scale, read=read)
+    return Step(loss_now, norm_now, trained, seconds, waited, verdict, hyperparameters.lr_scale, read=read)
 
 
-def update(t: Training, loss: Tensor, rates: Rates) -> tuple[float, float, Verdict]:
+def update(
+    t: Training, loss: Tensor, hyperparameters: ScheduledHyperparameters
+) -> tuple[float, float, StepVerdict]:
     """One update by the gradients at hand, unless they or the loss look wrong: loss, norm, and which it was."""
-    norm = t.optimizer.clip(t.config.optim.clip, t.scale.scale)
+    norm = t.optimizer.clip_grad_norm(t.config.optim.max_grad_norm, t.scale.scale)
     largest_loss, largest_norm = t.guard.limits()
-    t.optimizer.step(rates, wanted=(loss <= largest_loss) & (norm <= largest_norm))
+    t.optimizer.step(hyperparameters, apply_update=(loss <= largest_loss) & (norm <= largest_norm))
     t.optimizer.zero_grad(keep_buffers=t.learn.keeps_gradients)
     t.model.renew()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
-    overflow = t.scale.overflowed(loss_now, norm_now)
-    verdict: Verdict = "skip" if overflow else t.guard.judge(loss_now, norm_now)
+    overflow = t.scale.update(loss_now, norm_now)
+    verdict: StepVerdict = "skip" if overflow else t.guard.check(loss_now, norm_now)
     if overflow:
         t.guard.reason = f"gradients overflowed fp16; the loss is scaled by {t.scale.scale:g} from now on"
     if verdict != "ok":
-        t.optimizer.take_back()
+        t.optimizer.discard_step()
     return loss_now, norm_now, verdict
 
 
@@ -206,7 +208,7 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
             t.log(step_record(t, step))
             advanced = 1 if t.unit == "step" else 0 if pulses else step.passed
             bar.advance(advanced, step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
-            if warning := t.watch.feed(step.passed, step.seconds, step.waited):
+            if warning := t.watch.record(step.passed, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
@@ -346,6 +348,6 @@ def roll_back(t: Training) -> bool:
         f"step {t.step}: several bad steps in a row; back to the weights of step {found.step}, past this data"
     )
     load_weights(t, found)
-    t.guard.rolled_back(found.state["guard"])
+    t.guard.load_rolled_back_state(found.state["guard"])
     t.run.rewind_metrics(found.step)
     return True

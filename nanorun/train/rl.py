@@ -34,7 +34,7 @@ from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import loop
 from nanorun.train.base import Interrupted, make_deterministic
-from nanorun.train.guard import Guard, LossScale, SpeedWatch, Verdict
+from nanorun.train.guard import LossScaler, StepVerdict, ThroughputMonitor, TrainingGuard
 from nanorun.train.policy import MicroBatch, Sample, micro_batches, policy_loss, token_logprobs
 from nanorun.train.rl_config import OpenTask, RLConfig, configure
 from nanorun.train.rollouts import Rollouts, Tasks, open_tasks
@@ -135,9 +135,11 @@ def assemble(
         rollouts,
         rollouts.evaluate,
         device,
-        guard=Guard(factor=1e4),  # rewards come and go, and gradients with them: only an explosion is wrong
-        scale=LossScale(dtype == torch.float16),
-        watch=SpeedWatch(floor=0.0),  # replies grow longer and shorter
+        guard=TrainingGuard(
+            norm_factor=1e4
+        ),  # rewards come and go, and gradients with them: only an explosion is wrong
+        scale=LossScaler(dtype == torch.float16),
+        watch=ThroughputMonitor(min_fraction=0.0),  # reply lengths vary, and throughput with them
         unit="step",
     )
     if found is not None:
@@ -150,14 +152,14 @@ def assemble(
 def rl_step(t: loop.Training, rl: RLConfig, reference: GPT | None) -> loop.Step:
     """The whole of reinforcement learning, on one screen."""
     start = time.perf_counter()
-    rates = schedules.rates(t.step, t.config.train.steps, t.config.optim)
+    rates = schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
     experience = next(cast(Rollouts, t.loader))
     samples = [s for s in experience.samples if s.advantage or reference is not None]  # others move nothing
     trained = sum(sample.trained for sample in experience.samples)
     begun = time.perf_counter()
 
     loss, norm = 0.0, 0.0
-    verdict: Verdict = "ok"
+    verdict: StepVerdict = "ok"
     old: Tensor | None = None  # log-probabilities when they were sampled, which is before the first update
     sums = torch.zeros(4)
     for _ in range(rl.inner_updates if samples else 0):
@@ -174,7 +176,7 @@ def rl_step(t: loop.Training, rl: RLConfig, reference: GPT | None) -> loop.Step:
     figures = experience.figures() | _figures(sums, samples, reference, max(seconds - (begun - start), 1e-9))
     note = f"step {t.step}/{t.config.train.steps}, reward {figures['reward']:.3f}"
     waited = begun - start
-    return loop.Step(loss, norm, trained, seconds, waited, verdict, rates.rate_scale, figures, note)
+    return loop.Step(loss, norm, trained, seconds, waited, verdict, rates.lr_scale, figures, note)
 
 
 def gradients(

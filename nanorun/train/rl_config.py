@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorun import checkpoint, home
-from nanorun.config import Config, OptimConfig, TrainConfig
+from nanorun.config import Config, TrainConfig
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
 from nanorun.runs import list_runs, read_config
@@ -92,14 +92,8 @@ def configure(
     defaults: dict[str, Any] = {"eval_every": 25, "save_every": 25, "save_minutes": 10.0, "seed": 0}
     config = TrainConfig(steps=steps, batch_tokens=batch, **{**defaults, **(train or {})})
     model = replace(theirs.model, fp8="none")  # what is learned must be what the engine sampled
-    optim = _rates(theirs.optim, rate_share)
+    optim = theirs.optim.fine_tuning(rate_share, warmdown=1.0)
     return name, replace(theirs, model=model, optim=optim, train=config, kind="rl"), rl
-
-
-def _rates(parent: OptimConfig, share: float) -> OptimConfig:
-    """The parent's, much smaller, falling in a line to 0 from the first step; no weight decay."""
-    rates = {name: getattr(parent, name) * share for name in vars(parent) if name.endswith("_rate")}
-    return replace(parent, **{**rates, "final_rate": 0.0}, matrix_decay=0.0, warmup_steps=0, warmdown=1.0)
 
 
 def _recorded(name: str) -> dict[str, Any] | None:

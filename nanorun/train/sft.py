@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nanorun import checkpoint, hardware, home
-from nanorun.config import Config, OptimConfig
+from nanorun.config import Config
 from nanorun.console import say
 from nanorun.data.conversations import Conversations, render_all
 from nanorun.data.rows import RowOrder, count_rows
@@ -148,7 +148,9 @@ def configure(parent: Config, choices: Choices, material: Material) -> Config:
     )
     share = RATE_SHARE if parent.kind == "base" else 1.0  # a parent after midtraining has that share already
     share *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
-    return replace(parent, model=model, optim=scaled(parent.optim, share), train=train, kind="sft")
+    return replace(
+        parent, model=model, optim=parent.optim.fine_tuning(share, WARMDOWN), train=train, kind="sft"
+    )
 
 
 def how_long(parent: Config, choices: Choices, material: Material, context: int) -> tuple[int, int]:
@@ -160,13 +162,6 @@ def how_long(parent: Config, choices: Choices, material: Material, context: int)
     while choices.batch_tokens is None and rows > 1 and total / rows < FEWEST_STEPS:
         rows //= 2
     return rows, math.ceil(total / rows)
-
-
-def scaled(parent: OptimConfig, share: float) -> OptimConfig:
-    """All rates by one factor. No decay: the parent's had fallen to 0."""
-    rates = {name: value * share for name, value in vars(parent).items() if name.endswith("_rate")}
-    rates["final_rate"] = 0.0
-    return replace(parent, **rates, matrix_decay=0.0, warmup_steps=0, warmdown=WARMDOWN)
 
 
 def exam_on_the_way(choices: Choices, tokenizer: Tokenizer, data: str) -> loop.Exam | None:

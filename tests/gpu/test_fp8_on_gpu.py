@@ -247,7 +247,7 @@ def trained(steps, **changes):
             loss = forward(micro[:, :-1].int(), micro[:, 1:]) / tokens[..., 1:].numel()
             loss.backward()
             seen.append(loss.detach())
-        optimizer.step(schedules.rates(step, steps, optim))
+        optimizer.step(schedules.scheduled_hyperparameters(step, steps, optim))
         optimizer.zero_grad()
         model.renew()
         losses.append(torch.stack(seen).sum().item())

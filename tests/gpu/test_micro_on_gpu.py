@@ -42,7 +42,7 @@ def learn(steps, replayed, compile_it=True, **changes):
         total = torch.zeros((), device=CUDA)
         for batch in batches:
             total += micro(batch[:, :-1].int(), batch[:, 1:], None, trained, 1.0)
-        optimizer.step(schedules.rates(step, steps, optim))
+        optimizer.step(schedules.scheduled_hyperparameters(step, steps, optim))
         optimizer.zero_grad(keep_buffers=micro.keeps_gradients)
         model.renew()
         losses.append(total.item())

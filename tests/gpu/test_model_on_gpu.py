@@ -132,7 +132,7 @@ def test_the_compiled_model_trains_as_the_plain_one_does_and_never_recompiles():
         for step in range(20):
             loss = forward(tokens[:, :-1].int(), tokens[:, 1:]) / tokens[:, 1:].numel()
             loss.backward()
-            optimizer.step(schedules.rates(step, 20, optim))
+            optimizer.step(schedules.scheduled_hyperparameters(step, 20, optim))
             optimizer.zero_grad()
             model.renew()
             seen.append(loss.item())

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from nanorun.config import OptimConfig
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
-from nanorun.optim.schedules import rates
+from nanorun.optim.schedules import scheduled_hyperparameters
 
 CONFIG = OptimConfig()
 
@@ -39,9 +39,9 @@ def test_compiled_steps_follow_eager_ones_without_a_sync_or_a_second_compile():
         for optimizer in optimizers:
             torch.cuda.set_sync_debug_mode("error" if step else "default")
             try:
-                optimizer.clip(1.0)
-                wanted = optimizer.clip() < 1e9  # known on the device alone
-                optimizer.step(rates(step, 10, CONFIG), wanted)
+                optimizer.clip_grad_norm(1.0)
+                wanted = optimizer.clip_grad_norm() < 1e9  # known on the device alone
+                optimizer.step(scheduled_hyperparameters(step, 10, CONFIG), wanted)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         if step == 0:

@@ -99,7 +99,7 @@ def trained(steps=8, **changes):
     for step in range(steps):
         loss = forward(tokens[:, :-1].int(), tokens[:, 1:]) / tokens[:, 1:].numel()
         loss.backward()
-        optimizer.step(schedules.rates(step, steps, optim))
+        optimizer.step(schedules.scheduled_hyperparameters(step, steps, optim))
         optimizer.zero_grad()
         model.renew()
         losses.append(loss.item())

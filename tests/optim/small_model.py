@@ -6,7 +6,7 @@ from torch import nn
 from nanorun.config import OptimConfig
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
-from nanorun.optim.schedules import rates
+from nanorun.optim.schedules import scheduled_hyperparameters
 
 CONFIG = OptimConfig()
 
@@ -45,4 +45,4 @@ def build(params: dict[str, nn.Parameter], config: OptimConfig = CONFIG, **optio
 def train(params: dict[str, nn.Parameter], optimizer: Optimizer, first: int, last: int) -> None:
     for step in range(first, last):
         set_gradients(params, step)
-        optimizer.step(rates(step, 10, CONFIG))
+        optimizer.step(scheduled_hyperparameters(step, 10, CONFIG))

@@ -8,27 +8,30 @@ from small_model import CONFIG, build, model_parameters, set_gradients, train
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from nanorun import memory
 from nanorun.config import OptimConfig
 from nanorun.optim import groups
 from nanorun.optim.adamw import EPSILON
-from nanorun.optim.groups import Group, group_parameters
-from nanorun.optim.muon import MuonStack, even_out, muon_update
+from nanorun.optim.groups import ParameterGroup, group_parameters
+from nanorun.optim.muon import MuonUnit, muon_update, normalize_rows
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.orthogonal import newton_schulz, polar_express
-from nanorun.optim.schedules import Rates, rates
+from nanorun.optim.schedules import ScheduledHyperparameters, scheduled_hyperparameters
 
 
 def matrix_optimizer(matrices: list[nn.Parameter], config: OptimConfig) -> Optimizer:
     names = tuple(f"matrix.{i}" for i in range(len(matrices)))
-    group = Group("matrices", config.matrix_rate, config.matrix_decay, None, names, tuple(matrices))
+    group = ParameterGroup(
+        "matrices", config.matrix_lr, config.matrix_weight_decay, None, names, tuple(matrices)
+    )
     return Optimizer([group], config, compiled=False)
 
 
 # --- Muon -------------------------------------------------------------------------------------------------
 
 
-def plain_muon(start: Tensor, gradients: list[Tensor], schedule: list[Rates], config: OptimConfig) -> Tensor:
+def plain_muon(
+    start: Tensor, gradients: list[Tensor], schedule: list[ScheduledHyperparameters], config: OptimConfig
+) -> Tensor:
     """One matrix, one line an idea, no stacking: what `muon_update` must equal."""
     w, rows, cols = start.clone(), *start.shape
     momentum = torch.zeros_like(w)
@@ -50,7 +53,7 @@ def plain_muon(start: Tensor, gradients: list[Tensor], schedule: list[Rates], co
             update = evened if rows >= cols else evened.T
         if rows > cols:
             update = update * (rows / cols) ** 0.5
-        rate, decay = config.matrix_rate * now.rate_scale, config.matrix_decay * now.decay_scale
+        rate, decay = config.matrix_lr * now.lr_scale, config.matrix_weight_decay * now.weight_decay_scale
         for i in range(rows):
             for j in range(cols):
                 if not config.cautious_decay or update[i, j] * w[i, j] >= 0:
@@ -71,11 +74,11 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(6, 6), (12, 4), (4, 12)], ids=str)
 def test_a_stack_of_matrices_follows_the_plain_loop(variant, shape):
-    config = replace(VARIANTS[variant], matrix_rate=0.1)
+    config = replace(VARIANTS[variant], matrix_lr=0.1)
     torch.manual_seed(0)
     starts = torch.randn(3, *shape, dtype=torch.float64)
     gradients = torch.randn(8, 3, *shape, dtype=torch.float64)
-    schedule = [rates(step, 8, replace(config, warmup_steps=3)) for step in range(8)]
+    schedule = [scheduled_hyperparameters(step, 8, replace(config, warmup_steps=3)) for step in range(8)]
     matrices = [nn.Parameter(start.clone()) for start in starts]
     optimizer = matrix_optimizer(matrices, config)
     assert len(optimizer.units) == 1
@@ -97,12 +100,12 @@ def test_an_update_that_is_not_wanted_changes_nothing_and_is_not_counted():
     for step in range(3):
         set_gradients(twice, step)
         set_gradients(once, step)
-        optimizers[1].step(rates(step, 4, CONFIG))
-        optimizers[0].step(rates(step, 4, CONFIG), wanted=torch.tensor(True))
+        optimizers[1].step(scheduled_hyperparameters(step, 4, CONFIG))
+        optimizers[0].step(scheduled_hyperparameters(step, 4, CONFIG), apply_update=torch.tensor(True))
         for param in twice.values():
             param.grad = torch.full_like(param, float("nan"))
-        optimizers[0].step(rates(step, 4, CONFIG), wanted=torch.tensor(False))
-        optimizers[0].take_back()
+        optimizers[0].step(scheduled_hyperparameters(step, 4, CONFIG), apply_update=torch.tensor(False))
+        optimizers[0].discard_step()
     for name in once:
         assert torch.equal(twice[name], once[name]), name
     states = [optimizer.state_dict() for optimizer in optimizers]
@@ -119,7 +122,7 @@ def test_a_stack_moves_as_its_matrices_would_alone():
         set_gradients(together, step)
         set_gradients(alone, step)
         for optimizer in (stacked, *singles):
-            optimizer.step(rates(step, 4, CONFIG))
+            optimizer.step(scheduled_hyperparameters(step, 4, CONFIG))
     for name in matrices:
         torch.testing.assert_close(together[name], alone[name], rtol=1e-11, atol=1e-12)
 
@@ -127,10 +130,10 @@ def test_a_stack_moves_as_its_matrices_would_alone():
 def test_large_matrices_are_updated_a_few_at_a_time_to_the_same_effect(monkeypatch):
     whole, parted = model_parameters(), model_parameters()
     at_once = build(whole)
-    monkeypatch.setattr(memory, "STACK_BYTES", 512)  # four of k and v, two of q and out, one of the MLP
+    monkeypatch.setattr(groups, "STACK_BYTES", 512)  # four of k and v, two of q and out, one of the MLP
     a_few = build(parted)
-    lengths = [len(unit.group.params) for unit in a_few.units if isinstance(unit, MuonStack)]
-    assert sum(lengths) == sum(len(u.group.params) for u in at_once.units if isinstance(u, MuonStack))
+    lengths = [len(unit.group.params) for unit in a_few.units if isinstance(unit, MuonUnit)]
+    assert sum(lengths) == sum(len(u.group.params) for u in at_once.units if isinstance(u, MuonUnit))
     assert set(lengths) == {1, 2, 4}
     train(whole, at_once, 0, 4)
     train(parted, a_few, 0, 4)
@@ -145,12 +148,12 @@ def test_large_tables_are_updated_one_by_one_to_the_same_effect(monkeypatch):
         return {name: nn.Parameter(torch.randn(shape, generator=dice)) for name, shape in shapes.items()}
 
     def optimizer(params: dict[str, nn.Parameter]) -> Optimizer:
-        group = Group("tables", 0.1, 0.01, (0.8, 0.95), tuple(params), tuple(params.values()))
+        group = ParameterGroup("tables", 0.1, 0.01, (0.8, 0.95), tuple(params), tuple(params.values()))
         return Optimizer([group], CONFIG, compiled=False)
 
     whole, parted = tables(), tables()
     at_once = optimizer(whole)
-    monkeypatch.setattr(groups, "LARGE", 60)
+    monkeypatch.setattr(groups, "LARGE_NUMEL", 60)
     one_by_one = optimizer(parted)
     assert [unit.group.names for unit in one_by_one.units] == [("first",), ("second",), ("gate", "bias")]
     train(whole, at_once, 0, 4)
@@ -161,10 +164,10 @@ def test_large_tables_are_updated_one_by_one_to_the_same_effect(monkeypatch):
 
 def test_stacks_are_of_equal_length_and_never_too_large():
     for matrices, numbers in ((48, 768**2), (160, 2560**2), (47, 4 * 3008**2), (3, 10**9)):
-        length = memory.stacked(matrices, numbers)
+        length = groups.stack_length(matrices, numbers)
         assert matrices % length == 0
-        assert length == 1 or 4 * length * numbers <= memory.STACK_BYTES
-    assert memory.stacked(48, 768**2) == 48
+        assert length == 1 or 4 * length * numbers <= groups.STACK_BYTES
+    assert groups.stack_length(48, 768**2) == 48
 
 
 @pytest.mark.parametrize("shape", [(3, 10, 10), (3, 24, 8), (3, 8, 24)], ids=str)
@@ -176,7 +179,7 @@ def test_normuon_evens_out_the_lines_and_keeps_the_frobenius_norm(shape):
     second = torch.zeros_like(update.sum(average, keepdim=True))
     beta2 = torch.tensor(0.9, dtype=torch.float64)
     for _ in range(3):
-        evened, second = even_out(update, second, beta2)
+        evened, second = normalize_rows(update, second, beta2)
         torch.testing.assert_close(torch.linalg.matrix_norm(evened), torch.linalg.matrix_norm(update))
     lines = evened.square().mean(average)  # the same update each time: its lines end equally long
     torch.testing.assert_close(lines, lines.mean(-1, keepdim=True).expand_as(lines))
@@ -185,9 +188,9 @@ def test_normuon_evens_out_the_lines_and_keeps_the_frobenius_norm(shape):
 def test_a_matrix_without_any_gradient_stays_put_and_finite():
     matrix = nn.Parameter(torch.randn(4, 6))
     before = matrix.detach().clone()
-    optimizer = matrix_optimizer([matrix], replace(CONFIG, matrix_decay=0.0))
+    optimizer = matrix_optimizer([matrix], replace(CONFIG, matrix_weight_decay=0.0))
     matrix.grad = torch.zeros_like(matrix)
-    optimizer.step(Rates(1.0, 0.9, 1.0))
+    optimizer.step(ScheduledHyperparameters(1.0, 0.9, 1.0))
     assert torch.equal(matrix, before)
 
 
@@ -217,14 +220,14 @@ def test_muon_solves_a_skewed_regression_in_fewer_updates_than_sgd():
 
     def loss_after_100(rate: float, muon: bool) -> float:
         weight = nn.Parameter(torch.zeros(16, 16))
-        config = replace(CONFIG, matrix_rate=rate, matrix_decay=0.0, warmup_steps=0)
+        config = replace(CONFIG, matrix_lr=rate, matrix_weight_decay=0.0, warmup_steps=0)
         optimizer = matrix_optimizer([weight], config)
         sgd = torch.optim.SGD([weight], rate, momentum=0.9)
         for step in range(100):
             loss = (inputs @ weight.T - target).square().sum() / 64
             weight.grad = torch.autograd.grad(loss, weight)[0]
-            now = rates(step, 100, config)
-            sgd.param_groups[0]["lr"] = rate * now.rate_scale
+            now = scheduled_hyperparameters(step, 100, config)
+            sgd.param_groups[0]["lr"] = rate * now.lr_scale
             if muon:
                 optimizer.step(now)
             else:
@@ -242,15 +245,15 @@ def test_muon_solves_a_skewed_regression_in_fewer_updates_than_sgd():
 def test_adamw_is_torchs_adamw():
     ours, theirs = model_parameters(), model_parameters()
     groups = [group for group in group_parameters(ours.items(), CONFIG) if group.betas]
-    groups = [replace(group, rate=0.01, decay=group.decay + 0.1) for group in groups]
+    groups = [replace(group, lr=0.01, weight_decay=group.weight_decay + 0.1) for group in groups]
     optimizer = Optimizer(groups, CONFIG, compiled=False)
     reference = torch.optim.AdamW(
         [
             {
                 "params": [theirs[name] for name in group.names],
-                "lr": group.rate,
+                "lr": group.lr,
                 "betas": group.betas,
-                "weight_decay": group.decay,
+                "weight_decay": group.weight_decay,
             }
             for group in groups
         ],
@@ -259,7 +262,7 @@ def test_adamw_is_torchs_adamw():
     for step in range(6):
         set_gradients(ours, step)
         set_gradients(theirs, step)
-        optimizer.step(Rates(1.0, 0.9, 1.0))
+        optimizer.step(ScheduledHyperparameters(1.0, 0.9, 1.0))
         reference.step()
     start = model_parameters()
     for name in (name for group in groups for name in group.names):
@@ -282,7 +285,7 @@ def test_every_parameter_is_in_the_group_its_name_says():
         "smear_scale",
         "backout_scale",
     )
-    facts = {name: (group.rate, group.decay, group.betas) for name, group in groups.items()}
+    facts = {name: (group.lr, group.weight_decay, group.betas) for name, group in groups.items()}
     assert facts == {
         "matrices": (0.02, 0.28, None),
         "head": (0.008, 0.01, (0.8, 0.96)),
@@ -308,13 +311,13 @@ def test_a_frozen_parameter_is_left_alone_and_one_without_gradient_stops_the_ste
     params["embed.weight"].requires_grad_(False)
     optimizer = build(params)
     set_gradients(params, 0)
-    optimizer.step(Rates(1.0, 0.9, 1.0))
+    optimizer.step(ScheduledHyperparameters(1.0, 0.9, 1.0))
     start = model_parameters()
     assert torch.equal(params["embed.weight"], start["embed.weight"])
     moved = {name: param.detach().clone() for name, param in params.items()}
     params["mus"].grad = None
     with pytest.raises(ValueError, match="no gradient for mus"):
-        optimizer.step(Rates(1.0, 0.9, 1.0))
+        optimizer.step(ScheduledHyperparameters(1.0, 0.9, 1.0))
     assert all(torch.equal(params[name], moved[name]) for name in params)
 
 
@@ -326,7 +329,7 @@ def test_clipping_is_torchs_clipping(max_norm):
     ours, theirs = model_parameters(), model_parameters()
     set_gradients(ours, 0)
     set_gradients(theirs, 0)
-    norm = build(ours).clip(max_norm)
+    norm = build(ours).clip_grad_norm(max_norm)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.values(), max_norm))
     for name in ours:
         torch.testing.assert_close(ours[name].grad, theirs[name].grad)
@@ -336,7 +339,7 @@ def test_without_a_limit_clip_only_measures():
     params = model_parameters()
     set_gradients(params, 0)
     before = {name: param.grad.clone() for name, param in params.items()}
-    norm = build(params).clip(None)
+    norm = build(params).clip_grad_norm(None)
     expected = torch.cat([grad.flatten() for grad in before.values()]).norm()
     torch.testing.assert_close(norm, expected)
     assert all(torch.equal(params[name].grad, before[name]) for name in params)
@@ -366,7 +369,7 @@ def test_schedules_never_compile_again_and_compiled_is_eager():
     for step in range(6):  # rate, momentum, decay and bias corrections all differ from step to step
         set_gradients(compiled_params, step)
         set_gradients(eager_params, step)
-        now = rates(step, 10, CONFIG)
+        now = scheduled_hyperparameters(step, 10, CONFIG)
         compiled.step(now)
         eager.step(now)
         # Matrices come in 4 shapes. Of the 6 groups for AdamW, head and embedding are alike, lambdas and mus.
@@ -385,8 +388,8 @@ def test_many_models_in_one_process_do_not_run_into_the_compilers_limit():
     limit = torch._dynamo.config.recompile_limit
     for width in range(2, 2 + limit + 2):
         matrix = nn.Parameter(torch.randn(width, 3))
-        group = Group("matrices", 0.02, 0.1, None, ("matrix",), (matrix,))
+        group = ParameterGroup("matrices", 0.02, 0.1, None, ("matrix",), (matrix,))
         optimizer = Optimizer([group], CONFIG, compiled=True, backend="eager")
         matrix.grad = torch.randn_like(matrix)
-        optimizer.step(Rates(1.0, 0.9, 1.0))
+        optimizer.step(ScheduledHyperparameters(1.0, 0.9, 1.0))
         assert matrix.isfinite().all()

@@ -78,10 +78,10 @@ def test_the_state_is_by_parameter_and_fits_other_stacks():
     [
         (lambda state: state.pop("mus.first_moment"), "mus.first_moment is missing"),
         (lambda state: state.pop("updates"), "updates is missing"),
-        (lambda state: state.update(stray=torch.zeros(1)), "stray is not known"),
+        (lambda state: state.update(stray=torch.zeros(1)), "stray is unexpected"),
         (
             lambda state: state.update({"lambdas.first_moment": torch.zeros(3)}),
-            r"lambdas.first_moment is \(3,\) float32 and not \(2,\) float64",
+            r"lambdas.first_moment is \(3,\) float32, expected \(2,\) float64",
         ),
     ],
 )

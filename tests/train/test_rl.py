@@ -210,14 +210,14 @@ def found_state(home, name):
 def test_rates_are_a_twentieth_of_the_parents_and_fall_in_a_line_to_zero(world):
     _, config, _ = configured("rates", steps=10)
     parents = read_config("echoes")["optim"]
-    assert config.optim.matrix_rate == pytest.approx(0.05 * parents["matrix_rate"])
-    assert config.optim.embedding_rate == pytest.approx(0.05 * parents["embedding_rate"])
-    scales = [schedules.rate_scale(step, 10, config.optim) for step in range(11)]
+    assert config.optim.matrix_lr == pytest.approx(0.05 * parents["matrix_lr"])
+    assert config.optim.embedding_lr == pytest.approx(0.05 * parents["embedding_lr"])
+    scales = [schedules.lr_scale(step, 10, config.optim) for step in range(11)]
     assert scales == pytest.approx([1 - step / 10 for step in range(11)])
     _, config, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, problems=16)
     assert config.train.steps == 3, "all 40 problems once"
     _, bolder, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, rate_share=0.2)
-    assert bolder.optim.matrix_rate == pytest.approx(0.2 * parents["matrix_rate"])
+    assert bolder.optim.matrix_lr == pytest.approx(0.2 * parents["matrix_lr"])
     with pytest.raises(UserError, match="--rate-share is 0"):
         rl.configure(["echo"], parent="echoes", open_task=open_task, rate_share=0)
 

@@ -222,9 +222,9 @@ def test_it_begins_with_the_parents_weights_and_optimizer_and_0_8_of_its_rates(w
             kept = {n: s for n, s in parent.optimizer.items() if not n.startswith("rng.")}
             assert all(torch.equal(state[n], kept[n]) for n in kept) == warm
     old, new = Config.from_dict(read_config("tiny-base")).optim, t.config.optim
-    assert new.matrix_rate == pytest.approx(0.8 * old.matrix_rate)
-    assert new.embedding_rate == pytest.approx(0.8 * old.embedding_rate)
-    assert (new.warmup_steps, new.warmdown, new.final_rate) == (0, 0.5, 0.0)
+    assert new.matrix_lr == pytest.approx(0.8 * old.matrix_lr)
+    assert new.embedding_lr == pytest.approx(0.8 * old.embedding_lr)
+    assert (new.warmup_steps, new.warmdown, new.final_lr_fraction) == (0, 0.5, 0.0)
 
 
 def test_a_small_mixture_gets_a_smaller_batch_and_the_rates_that_go_with_it(world):
@@ -233,7 +233,7 @@ def test_a_small_mixture_gets_a_smaller_batch_and_the_rates_that_go_with_it(worl
     asked = sft.configure(parent, choices(world, context=256, batch_tokens=2048), material_of(world, 256))
     assert few.train.steps >= sft.FEWEST_STEPS or few.train.batch_tokens == 256
     assert asked.train.batch_tokens == 2048
-    assert asked.optim.matrix_rate == pytest.approx(0.8 * parent.optim.matrix_rate * math.sqrt(2048 / 512))
+    assert asked.optim.matrix_lr == pytest.approx(0.8 * parent.optim.matrix_lr * math.sqrt(2048 / 512))
 
 
 def test_rates_are_level_and_then_fall_in_a_line_to_nothing(world):

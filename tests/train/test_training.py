@@ -441,7 +441,7 @@ def test_the_tokenizer_of_the_run_must_be_the_one_that_is_here(world):
     ("part", "field", "value"),
     [
         ("optim", "orthogonalize", "foo"),
-        ("optim", "matrix_rate", float("nan")),
+        ("optim", "matrix_lr", float("nan")),
         ("train", "packing", "foo"),
         ("model", "windows", "XYZ"),
         ("model", "detph", 3),
