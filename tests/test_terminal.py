@@ -186,7 +186,7 @@ def test_the_next_turn_reads_only_what_is_new_and_the_system_text_outlives_the_o
             assert (kind, len(answer) > 5) == ("text", True)
         answer = dialogue.ask("hi")
         list(answer)
-        new = speaker.engine.stats.read
+        new = speaker.engine.stats.prefilled_tokens
         assert answer.reply.reused_tokens > 150
         assert answer.reply.prompt_tokens - answer.reply.reused_tokens < 10
         assert not dialogue.forgetful
@@ -195,7 +195,7 @@ def test_the_next_turn_reads_only_what_is_new_and_the_system_text_outlives_the_o
             list(answer)
         assert dialogue.forgetful
         assert speaker.tokenizer.decode(answer.request.prompt).count("S") == 100
-        assert speaker.engine.stats.read > new
+        assert speaker.engine.stats.prefilled_tokens > new
         assert len(dialogue.turns) >= 5, "nothing of it is lost"
 
 

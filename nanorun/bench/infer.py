@@ -142,7 +142,7 @@ def _row(
         slots=batch,
         int8=setting.int8,
         speculate=setting.speculate,
-        guesses=setting.guesses,
+        draft_tokens=setting.guesses,
         prefill_tokens=_prefill_tokens(),
     )
     sampling = Sampling(temperature=setting.temperature, seed=0)
@@ -151,7 +151,7 @@ def _row(
         for new in (min(setting.new, 8), setting.new):
             trace: list[tuple[float, int, int]] = []
             engine.stats.trace = trace
-            guessed, accepted = engine.stats.guessed, engine.stats.accepted
+            drafted, accepted = engine.stats.drafted_tokens, engine.stats.accepted_tokens
             requests = [Request(prompt, sampling, max_tokens=new) for prompt in islice(prompts, batch)]
             replies = engine.generate(requests)
     full = [(when, tokens) for when, rows, tokens in trace if rows == batch]
@@ -170,7 +170,8 @@ def _row(
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
     }
     if setting.speculate is not None:
-        row["acceptance"] = (engine.stats.accepted - accepted) / max(engine.stats.guessed - guessed, 1)
+        accepted, drafted = engine.stats.accepted_tokens - accepted, engine.stats.drafted_tokens - drafted
+        row["acceptance"] = accepted / max(drafted, 1)
     return row
 
 

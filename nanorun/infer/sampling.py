@@ -1,22 +1,22 @@
-"""Choosing the next token on the device, for many rows at once, each with its own rules and its own seed.
+"""Sampling on the device, for many rows at once, each with its own parameters and its own seed.
 
-A token is drawn by the Gumbel-max trick: add noise -log(-log u) to each logit and take the largest. The
-noise is not drawn from a generator with a state. It is a hash of (the row's seed, the position in the text,
-the token's id), integer arithmetic that gives the same bits on every device. So what a seed yields
-depends on nothing else: not on the batch around it, not on how many tokens are computed in one pass. It
-also makes speculation exact at any temperature. A guess is right if it is the token that this position's
-noise chooses, which is found out by choosing.
+A token is sampled by the Gumbel-max trick: add noise -log(-log u) to each logit and take the argmax. The noise
+does not come from a stateful generator. It is a hash of (the row's seed, the position in the sequence, the
+token id) in integer arithmetic, which gives the same bits on every device. So the result of a seed depends on
+nothing else: not on the other rows of the batch, not on how many tokens one forward pass computes. It also
+makes speculative decoding exact at any temperature: a draft token is accepted if it equals the token that this
+position's noise selects, which sampling itself determines.
 
-A `Plan` is what the host knows of all rows of a step together: whether anything is drawn at all, whether
-any row needs the vocabulary sorted. What no row asks for is not computed. Rows are filtered by a least
+`SamplingFeatures` is what the host knows about all rows of a step together: whether any row samples at random,
+whether any row needs the sorted vocabulary. What no row needs is not computed. Rows are filtered by a minimum
 logit, so tokens that tie with the last one kept are kept, too.
 
-Two log-probabilities of the chosen token exist and are not the same: by the distribution that it was drawn
-from (`sampled`: penalised, tempered, cut, normalised; policy gradients need this one; 0 where nothing is
-left to chance) and by the model alone (`model`).
+A sampled token has two log-probabilities: under the distribution it was sampled from (`sampled`: penalized,
+scaled by temperature, truncated, normalized; policy gradients need this one; 0 for greedy rows), and under the
+model alone (`model`).
 
-This is part of a captured step: no value is looked at on the host, nor copied from it (which a
-`torch.where` with a Python number does).
+This is part of a captured CUDA graph: no value is read on the host, nor copied from it (which `torch.where`
+with a Python number does).
 """
 
 from collections.abc import Callable, Iterable
@@ -29,42 +29,42 @@ from nanorun.infer.request import Sampling
 
 _32_BITS = 0xFFFFFFFF
 _ALMOST_ONE = 1 - 2**-24
-Pick = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-INTS, FLOATS = 2, 4  # numbers in a row's rules: top_k, seed; temperature, top_p, min_p, penalty
+INT_PARAMS, FLOAT_PARAMS = 2, 4  # top_k, seed; temperature, top_p, min_p, repetition penalty
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The union of what the rows want. Few values each, as every plan is a captured graph of its own."""
+class SamplingFeatures:
+    """The union of what the rows need. Few distinct values, because each combination is its own CUDA graph."""
 
-    draw: bool = False  # some row has a temperature
-    top_k: int = 0  # the largest k, as a power of two; unused where `sort` is set
+    random: bool = False  # some row has a temperature
+    top_k: int = 0  # the largest k, rounded up to a power of two; unused with `sort`
     sort: bool = False  # some row has a top_p
     min_p: bool = False
     penalty: bool = False
     logprobs: bool = False
-    top: int = 0  # likeliest tokens to report
+    top_logprobs: int = 0  # how many of the most likely tokens to report
 
     @staticmethod
-    def of(wishes: Iterable[tuple[Sampling, int | None]], most_top: int) -> "Plan":
-        rules, logprobs = zip(*wishes, strict=True)
-        drawn = [s for s in rules if s.temperature > 0]
-        largest = max((s.top_k for s in drawn), default=0)
-        sort = any(s.top_p < 1 for s in drawn) or largest > 1024
-        return Plan(
-            draw=bool(drawn),
+    def union(rows: Iterable[tuple[Sampling, int | None]], max_top_logprobs: int) -> "SamplingFeatures":
+        """Of the sampling parameters and the number of log-probabilities that each row requests."""
+        params, logprobs = zip(*rows, strict=True)
+        random = [s for s in params if s.temperature > 0]
+        largest = max((s.top_k for s in random), default=0)
+        sort = any(s.top_p < 1 for s in random) or largest > 1024
+        return SamplingFeatures(
+            random=bool(random),
             top_k=1 << (largest - 1).bit_length() if largest and not sort else 0,
             sort=sort,
-            min_p=any(s.min_p > 0 for s in drawn),
-            penalty=any(s.repetition_penalty != 1 for s in rules),
+            min_p=any(s.min_p > 0 for s in random),
+            penalty=any(s.repetition_penalty != 1 for s in params),
             logprobs=any(n is not None for n in logprobs),
-            top=most_top if any(logprobs) else 0,
+            top_logprobs=max_top_logprobs if any(logprobs) else 0,
         )
 
 
 @dataclass(frozen=True)
-class Rules:
-    """How each of N rows samples, as device tensors (N,)."""
+class SamplingParams:
+    """The sampling parameters of N rows, as device tensors (N,)."""
 
     top_k: Tensor
     seed: Tensor
@@ -74,60 +74,70 @@ class Rules:
     penalty: Tensor
 
     @staticmethod
-    def packed(sampling: Sampling, seed: int) -> tuple[list[int], list[float]]:
+    def pack(sampling: Sampling, seed: int) -> tuple[list[int], list[float]]:
         s = sampling
         return [s.top_k, seed], [s.temperature, s.top_p, s.min_p, s.repetition_penalty]
 
     @staticmethod
-    def unpacked(ints: Tensor, floats: Tensor) -> "Rules":
-        """From the columns of rows, (2, N) and (4, N)."""
-        return Rules(*ints.unbind(0), *floats.unbind(0))
+    def unpack(ints: Tensor, floats: Tensor) -> "SamplingParams":
+        """From packed columns, (2, N) and (4, N)."""
+        return SamplingParams(*ints.unbind(0), *floats.unbind(0))
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     tokens: Tensor  # (N,)
     logprobs: Tensor | None  # (N, 2): sampled, model
-    top: tuple[Tensor, Tensor] | None  # log-probabilities and ids, (N, plan.top)
+    top: tuple[Tensor, Tensor] | None  # log-probabilities and ids, (N, features.top_logprobs)
 
 
-def draw(logits: Tensor, seed: Tensor, positions: Tensor, hot: Tensor) -> Tensor:
-    """The largest of each row (N, V) after adding noise, or without it where a row is not hot."""
-    return (logits + hot[:, None] * gumbel(seed, positions, logits.size(1))).argmax(-1)
+def gumbel_argmax(logits: Tensor, seed: Tensor, positions: Tensor, random: Tensor) -> Tensor:
+    """The argmax of each row (N, V) after adding noise, or without noise where `random` is false."""
+    return (logits + random[:, None] * gumbel(seed, positions, logits.size(1))).argmax(-1)
+
+
+GumbelArgmax = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # `gumbel_argmax`, possibly compiled
 
 
 def sample(
-    logits: Tensor, rules: Rules, positions: Tensor, plan: Plan, history: Tensor | None, pick: Pick = draw
-) -> Drawn:
+    logits: Tensor,
+    params: SamplingParams,
+    positions: Tensor,
+    features: SamplingFeatures,
+    history: Tensor | None,
+    select: GumbelArgmax = gumbel_argmax,
+) -> SampledTokens:
     """Tokens for these positions from fp32 logits (N, V).
 
-    `history` (N, context) holds each row's text, of which the first `positions` tokens count; it is only
-    looked at where the plan has a penalty. `pick` is `draw` or something faster.
+    `history` (N, context) holds each row's sequence, of which the first `positions` tokens count; it is read
+    only for the repetition penalty.
     """
-    z = _penalised(logits, rules, positions, history) if plan.penalty and history is not None else logits
-    if not plan.draw:
-        tokens, kept = z.argmax(-1), None
+    z = logits
+    if features.penalty and history is not None:
+        z = _apply_repetition_penalty(logits, params, positions, history)
+    if not features.random:
+        tokens, filtered = z.argmax(-1), None
     else:
-        kept = z / rules.temperature.masked_fill(rules.temperature == 0, 1.0)[:, None]
-        if plan.top_k or plan.sort or plan.min_p:  # the largest always stays, so greedy rows lose nothing
-            kept = kept.masked_fill(kept < _least(kept, rules, plan), float("-inf"))
-        tokens = pick(kept, rules.seed, positions, rules.temperature > 0)
+        filtered = z / params.temperature.masked_fill(params.temperature == 0, 1.0)[:, None]
+        if features.top_k or features.sort or features.min_p:  # the argmax always stays: greedy rows are safe
+            filtered = filtered.masked_fill(filtered < _min_logit(filtered, params, features), float("-inf"))
+        tokens = select(filtered, params.seed, positions, params.temperature > 0)
     logprobs, top = None, None
-    if plan.logprobs:
-        of_model = logits.log_softmax(-1)
-        chosen = of_model.gather(1, tokens[:, None])[:, 0]
-        if kept is None:
-            sampled = torch.zeros_like(chosen)
+    if features.logprobs:
+        model_logprobs = logits.log_softmax(-1)
+        model = model_logprobs.gather(1, tokens[:, None])[:, 0]
+        if filtered is None:
+            sampled = torch.zeros_like(model)
         else:
-            sampled = kept.gather(1, tokens[:, None])[:, 0] - kept.logsumexp(-1)
-            sampled = sampled.masked_fill(rules.temperature == 0, 0.0)
-        logprobs = torch.stack([sampled, chosen], 1)
-        top = of_model.topk(plan.top, dim=-1) if plan.top else None
-    return Drawn(tokens, logprobs, (top[0], top[1]) if top is not None else None)
+            sampled = filtered.gather(1, tokens[:, None])[:, 0] - filtered.logsumexp(-1)
+            sampled = sampled.masked_fill(params.temperature == 0, 0.0)
+        logprobs = torch.stack([sampled, model], 1)
+        top = model_logprobs.topk(features.top_logprobs, dim=-1) if features.top_logprobs else None
+    return SampledTokens(tokens, logprobs, (top[0], top[1]) if top is not None else None)
 
 
 def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Noise (N, V) that depends on nothing but seed, position and token.
+    """Gumbel noise (N, V) that depends only on seed, position and token.
 
     With v uniform, -log(-log(1 - v)) is the noise; log1p keeps small v exact, where the largest values
     come from.
@@ -146,7 +156,7 @@ def noise_bits(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A permutation of 32-bit numbers in which every bit depends on every other. No product overflows."""
+    """A permutation of 32-bit integers in which every bit depends on every other. No product overflows."""
     x = x ^ (x >> 16)
     x = (x * 0x21F0AAAD) & _32_BITS
     x = x ^ (x >> 15)
@@ -154,33 +164,37 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def _penalised(logits: Tensor, rules: Rules, positions: Tensor, history: Tensor) -> Tensor:
+def _apply_repetition_penalty(
+    logits: Tensor, params: SamplingParams, positions: Tensor, history: Tensor
+) -> Tensor:
     at = torch.arange(history.size(1), device=logits.device)
-    # Tokens beyond the text count for a column that is cut off again.
+    # Tokens beyond the end of the sequence go to an extra column, which is dropped.
     ids = history.masked_fill(at >= positions[:, None], logits.size(1))
     seen = torch.zeros(logits.size(0), logits.size(1) + 1, device=logits.device, dtype=torch.bool)
     seen = seen.scatter(1, ids, True)[:, :-1]
-    penalty = rules.penalty[:, None]
+    penalty = params.penalty[:, None]
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def _least(z: Tensor, rules: Rules, plan: Plan) -> Tensor:
-    """The least logit (N, 1) that top-k, top-p and min-p let through, in that order."""
-    least = torch.full_like(z[:, :1], float("-inf"))
-    k = rules.top_k.masked_fill(rules.top_k == 0, z.size(1)).clamp(max=z.size(1))[:, None]
-    if plan.sort:
+def _min_logit(z: Tensor, params: SamplingParams, features: SamplingFeatures) -> Tensor:
+    """The smallest logit (N, 1) that passes top-k, top-p and min-p, in that order."""
+    threshold = torch.full_like(z[:, :1], float("-inf"))
+    k = params.top_k.masked_fill(params.top_k == 0, z.size(1)).clamp(max=z.size(1))[:, None]
+    if features.sort:
         ordered = z.sort(-1, descending=True).values
         rank = torch.arange(z.size(1), device=z.device)
         p = ordered.masked_fill(rank >= k, float("-inf")).softmax(-1)
         before = p.cumsum(-1) - p
-        top_p = rules.top_p.masked_fill(rules.top_p >= 1, 2.0)[:, None]  # 1 is all, whatever sums round to
+        top_p = params.top_p.masked_fill(params.top_p >= 1, 2.0)[
+            :, None
+        ]  # 1 keeps all, whatever sums round to
         count = ((before < top_p) & (rank < k)).sum(-1, keepdim=True)
-        least = ordered.gather(1, count.clamp(min=1) - 1)
-    elif plan.top_k:
-        most = min(plan.top_k, z.size(1))
+        threshold = ordered.gather(1, count.clamp(min=1) - 1)
+    elif features.top_k:
+        most = min(features.top_k, z.size(1))
         largest = z.topk(most, dim=-1).values
-        least = torch.where(k <= most, largest.gather(1, k.clamp(max=most) - 1), least)
-    if plan.min_p:
-        # log of 0 is -inf: no limit
-        least = torch.maximum(least, z.amax(-1, keepdim=True) + rules.min_p[:, None].log())
-    return least
+        threshold = torch.where(k <= most, largest.gather(1, k.clamp(max=most) - 1), threshold)
+    if features.min_p:
+        # log(0) is -inf: no limit
+        threshold = torch.maximum(threshold, z.amax(-1, keepdim=True) + params.min_p[:, None].log())
+    return threshold

@@ -1,12 +1,16 @@
-"""A decode step as one thing to launch: guess, decode, sample, move on. On CUDA one graph.
+"""A decode step as one launch: draft, decode, sample, advance. On CUDA one graph.
 
-All that a step needs to know of a slot is on the device, in two small tables: how long its text is, which
-token it reads next, and how it samples. A step takes the numbers of the slots, finds the rest by them, and
-writes back where each text now stands. So the next step can be launched before anybody has seen what the
-last one chose, and the host has nothing to do between two steps but to replay a graph.
+All that a step needs to know about a slot is on the device, in two small tables: the length of its sequence, the
+token to read next, and its sampling parameters. A step takes slot indices, looks up the rest, and writes the new
+state back. So the next step can be launched before the host has seen the result of the last one, and between two
+steps the host only replays a graph.
 
-A graph is captured for each batch size in 1, 2, 4, 8, … and each `Plan`, when first needed or by `warm`.
-A batch in between is filled up with the scratch slot. On the CPU the same function runs as it is.
+A graph is captured for each batch size in 1, 2, 4, 8, … and each `SamplingFeatures`, on first use or by `capture`.
+A batch in between is padded with the scratch slot. On the CPU the same function runs eagerly.
+
+A graph bakes in everything but the slots: the addresses of weights, rotary tables and caches, window sizes, and
+scalars of the model as kernel arguments. Whoever changes any of that calls `invalidate`, or `set_decode` to replace
+the decode function: the graphs are then captured again.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,59 +22,90 @@ from torch import Tensor
 
 from nanorun.infer.cache import Cache, on_device
 from nanorun.infer.forward import Decode
-from nanorun.infer.sampling import FLOATS, INTS, Pick, Plan, Rules, draw, sample
+from nanorun.infer.request import Logprobs
+from nanorun.infer.sampling import (
+    FLOAT_PARAMS,
+    INT_PARAMS,
+    GumbelArgmax,
+    SamplingFeatures,
+    SamplingParams,
+    gumbel_argmax,
+    sample,
+)
 from nanorun.infer.speculate import Drafter
 
-Settle = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, slots, table: kernels/settle.py
+GreedySample = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, slots, table: `kernels/greedy.py`
 Outputs = tuple[Tensor, ...]  # counts and tokens (B, 1 + g); log-probabilities (B, g, 2); top (B, g, n), ids
 
 
 @dataclass(frozen=True)
-class Row:
-    """A slot that is ready to go on: it holds `length` tokens, and reads `pending` next."""
+class DecodeRow:
+    """A slot that is ready to decode: its cache holds `length` tokens, and it reads `pending` next."""
 
     slot: int
     length: int
     pending: int
-    ints: list[int]
-    floats: list[float]
+    int_params: list[int]
+    float_params: list[float]
 
 
 @dataclass(frozen=True)
-class Landed:
-    """What a step chose for each of its rows: 1 to g tokens."""
+class StepResult:
+    """The tokens that a step sampled for each of its rows: 1 to g."""
 
     tokens: list[list[int]]
     logprobs: list[list[list[float]]] | None  # per token: sampled, model
     top: tuple[list[list[list[float]]], list[list[list[int]]]] | None
 
+    def row_logprobs(self, row: int, num_top: int | None) -> list[Logprobs] | None:
+        """Per token, with the `num_top` most likely alternatives; None where none are requested."""
+        if num_top is None or self.logprobs is None:
+            return None
+        pairs = self.logprobs[row]
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(pairs)
+        if num_top and self.top is not None:
+            values, ids = self.top[0][row], self.top[1][row]
+            tops = [
+                tuple(zip(i[:num_top], v[:num_top], strict=True)) for i, v in zip(ids, values, strict=True)
+            ]
+        return [Logprobs(sampled, model, top) for (sampled, model), top in zip(pairs, tops, strict=True)]
+
 
 @dataclass
-class Flight:
-    """A launched step; `land` waits for it."""
+class InFlightStep:
+    """A launched step."""
 
     batch: int
     outputs: Outputs
     event: "torch.cuda.Event | None" = None
 
-    def land(self) -> Landed:
+    def wait(self) -> StepResult:
+        """Blocks until the outputs are on the host."""
         if self.event is not None:
             self.event.synchronize()
-        found = [output[: self.batch].tolist() for output in self.outputs]
-        tokens = [row[1 : 1 + row[0]] for row in found[0]]
-        return Landed(
-            tokens,
-            found[1] if len(found) > 1 else None,
-            (found[2], found[3]) if len(found) > 3 else None,
+        values = [output[: self.batch].tolist() for output in self.outputs]
+        return StepResult(
+            tokens=[row[1 : 1 + row[0]] for row in values[0]],
+            logprobs=values[1] if len(values) > 1 else None,
+            top=(values[2], values[3]) if len(values) > 3 else None,
         )
 
 
 @dataclass
-class _Captured:
-    graph: "torch.cuda.CUDAGraph"
-    slots: Tensor
-    outputs: Outputs
-    holds: list[int]  # what `slots` was last filled with
+class CapturedGraph:
+    replay: Callable[[], None]
+    outputs: Outputs  # overwritten by each replay
+    pool: Any = None  # the memory pool, which all graphs share
+
+
+Capture = Callable[[Callable[[], Outputs], Any], CapturedGraph]  # a step, and the pool of earlier graphs
+
+
+@dataclass
+class _GraphedStep:
+    graph: CapturedGraph
+    slots: Tensor  # the graph's input
+    slots_on_host: list[int]  # what `slots` holds
 
 
 class Stepper:
@@ -80,121 +115,126 @@ class Stepper:
         cache: Cache,
         context: int,
         drafter: Drafter | None = None,
-        pick: Pick = draw,
-        graphs: bool = False,
-        settle: Settle | None = None,
+        select: GumbelArgmax = gumbel_argmax,
+        capture: Capture | None = None,  # None: steps run eagerly
+        greedy_sample: GreedySample
+        | None = None,  # a kernel for the end of a greedy step, where there is one
     ) -> None:
-        self.decode, self.cache, self.drafter, self.pick = decode, cache, drafter, pick
-        self.settle = (
-            settle if drafter is None else None
-        )  # the end of a greedy step, where there is a kernel for it
-        self.last = context - 1  # a token there is chosen but never read: nothing may follow it
+        self.decode, self.cache, self.drafter, self.select = decode, cache, drafter, select
+        self.greedy_sample = greedy_sample if drafter is None else None
+        self.max_position = context - 1  # a token there is sampled but never read: nothing can follow it
         self.tokens_per_row = 1 + (drafter.width if drafter else 0)
         device = cache.tokens.device
-        # A column a slot: length, next token, how long it may get (the scratch slot 0), and its rules.
-        self._ints = torch.zeros(3 + INTS, cache.slots + 1, dtype=torch.long, device=device)
-        self._floats = torch.ones(FLOATS, cache.slots + 1, device=device)
-        self._graphs: dict[tuple[int, Plan], _Captured] | None = {} if graphs else None
-        self._pool: Any = None  # the memory that all graphs share
+        # A column per slot: length, next token, maximum length (0 for the scratch slot), sampling parameters.
+        self._ints = torch.zeros(3 + INT_PARAMS, cache.slots + 1, dtype=torch.long, device=device)
+        self._floats = torch.ones(FLOAT_PARAMS, cache.slots + 1, device=device)
+        self._capture = capture
+        self._graphs: dict[tuple[int, SamplingFeatures], _GraphedStep] = {}
 
-    def arm(self, rows: Sequence[Row]) -> None:
-        """Puts these rows on the device, ready for the next launch."""
+    def write_rows(self, rows: Sequence[DecodeRow]) -> None:
+        """Writes the state of these rows to the device, for the next launch."""
         device = self._ints.device
         slots = on_device([row.slot for row in rows], device)
-        ints = [[row.length, row.pending, self.last, *row.ints] for row in rows]
+        ints = [[row.length, row.pending, self.max_position, *row.int_params] for row in rows]
         self._ints[:, slots] = on_device(ints, device).t()
-        self._floats[:, slots] = on_device([row.floats for row in rows], device).t()
+        self._floats[:, slots] = on_device([row.float_params for row in rows], device).t()
 
-    def launch(self, slots: Sequence[int], plan: Plan, longest: int) -> Flight:
-        """One step for these slots, whose texts have at most `longest` tokens after it."""
-        if self._graphs is None:
-            rows = on_device(slots, self._ints.device)
-            outputs = self._step(rows, plan, min(longest, self.last + 1))
-            if rows.device.type != "cuda":
-                return Flight(len(slots), outputs)
+    def launch(self, slots: Sequence[int], features: SamplingFeatures, longest: int) -> InFlightStep:
+        """Starts one step for these slots, whose sequences have at most `longest` tokens after it."""
+        if self._capture is not None:
+            padded = [*slots, *[self.cache.scratch] * (graph_batch_size(len(slots)) - len(slots))]
+            step = self._graphed_step(len(padded), features)
+            if step.slots_on_host != padded:
+                step.slots.copy_(on_device(padded, step.slots.device))
+                step.slots_on_host = padded
+            step.graph.replay()
+            outputs = step.graph.outputs
         else:
-            outputs = self._replay(list(slots), plan)
+            rows = on_device(slots, self._ints.device)
+            outputs = self._step(rows, features, min(longest, self.max_position + 1))
+        if self._ints.device.type != "cuda":
+            return InFlightStep(len(slots), outputs)
         outputs = tuple(output.to("cpu", non_blocking=True) for output in outputs)
         event = torch.cuda.Event()
         event.record()
-        return Flight(len(slots), outputs, event)
+        return InFlightStep(len(slots), outputs, event)
 
-    def renew(self, decode: Decode) -> None:
-        """Another way to decode, as for other weights: what was captured is captured anew."""
+    def set_decode(self, decode: Decode) -> None:
+        """Replaces the decode function, as after a change of weights."""
         self.decode = decode
-        if self._graphs is not None:
-            self._graphs.clear()
-            self._pool = None  # with the last of its graphs it is gone
+        self.invalidate()
 
-    def warm(self, batches: Sequence[int], plans: Sequence[Plan]) -> None:
-        for batch in batches:
-            for plan in plans:
-                if self._graphs is not None:
-                    self._captured(bucket(batch), plan)
+    def invalidate(self) -> None:
+        """Drops all captured graphs. Their memory pool is freed with the last of them."""
+        self._graphs.clear()
 
-    def _step(self, slots: Tensor, plan: Plan, longest: int | None) -> Outputs:
-        if self.settle is not None and plan == Plan():
+    def capture(self, batches: Sequence[int], features: Sequence[SamplingFeatures]) -> None:
+        """Captures the graphs for these batch sizes ahead of their first use."""
+        if self._capture is not None:
+            for batch in batches:
+                for each in features:
+                    self._graphed_step(graph_batch_size(batch), each)
+
+    def _step(self, slots: Tensor, features: SamplingFeatures, longest: int | None) -> Outputs:
+        if self.greedy_sample is not None and features == SamplingFeatures():
             positions, pending = self._ints[:2].index_select(1, slots)
-            return (self.settle(self.decode(slots, pending, positions, longest), slots, self._ints),)
+            return (self.greedy_sample(self.decode(slots, pending, positions, longest), slots, self._ints),)
         ints, floats = self._ints.index_select(1, slots), self._floats.index_select(1, slots)
-        positions, pending, limit = ints[:3]
-        rules, width = Rules.unpacked(ints[3:], floats), self.tokens_per_row
+        positions, pending, max_length = ints[:3]
+        params, width = SamplingParams.unpack(ints[3:], floats), self.tokens_per_row
         rows, tokens, at = slots, pending, positions
         if self.drafter is not None:
-            guesses = self.drafter.propose(slots, pending, positions, rules, plan, longest)
-            tokens = torch.cat([pending[:, None], guesses], 1).flatten()  # g for each row
+            draft = self.drafter.propose(slots, pending, positions, params, features, longest)
+            tokens = torch.cat([pending[:, None], draft], 1).flatten()  # g for each row
             at = positions[:, None] + torch.arange(width, device=slots.device)
-            at = at.clamp(max=self.last).flatten()
+            at = at.clamp(max=self.max_position).flatten()
             rows = slots.repeat_interleave(width)
-            rules = Rules.unpacked(ints[3:].repeat_interleave(width, 1), floats.repeat_interleave(width, 1))
+            params = SamplingParams.unpack(
+                ints[3:].repeat_interleave(width, 1), floats.repeat_interleave(width, 1)
+            )
         logits = self.decode(rows, tokens, at, longest)
-        history = self.cache.tokens.index_select(0, rows) if plan.penalty else None
-        drawn = sample(logits, rules, at + 1, plan, history, self.pick)
+        history = self.cache.tokens.index_select(0, rows) if features.penalty else None
+        sampled = sample(logits, params, at + 1, features, history, self.select)
 
-        chosen = next_token = drawn.tokens.view(-1, width)
-        count = torch.ones_like(chosen[:, :1])
+        candidates = next_token = sampled.tokens.view(-1, width)
+        count = torch.ones_like(candidates[:, :1])
         if self.drafter is not None:
-            agreed = (chosen[:, :-1] == guesses).cumprod(1).sum(1, keepdim=True)
-            count, next_token = agreed + 1, chosen.gather(1, agreed)
-        length = torch.minimum(positions + count[:, 0], limit)
+            accepted = (candidates[:, :-1] == draft).cumprod(1).sum(1, keepdim=True)
+            count, next_token = accepted + 1, candidates.gather(1, accepted)
+        length = torch.minimum(positions + count[:, 0], max_length)
         self._ints[:2, slots] = torch.stack([length, next_token[:, 0]])
 
-        outputs = [torch.cat([count, chosen], 1)]
-        if drawn.logprobs is not None:
-            outputs.append(drawn.logprobs.unflatten(0, (-1, width)))
-        if drawn.top is not None:
-            outputs += [part.unflatten(0, (-1, width)) for part in drawn.top]
+        outputs = [torch.cat([count, candidates], 1)]
+        if sampled.logprobs is not None:
+            outputs.append(sampled.logprobs.unflatten(0, (-1, width)))
+        if sampled.top is not None:
+            outputs += [part.unflatten(0, (-1, width)) for part in sampled.top]
         return tuple(outputs)
 
-    def _replay(self, slots: list[int], plan: Plan) -> Outputs:
-        size = bucket(len(slots))
-        captured = self._captured(size, plan)
-        slots += [self.cache.scratch] * (size - len(slots))
-        if captured.holds != slots:
-            captured.slots.copy_(on_device(slots, captured.slots.device))
-            captured.holds = slots
-        captured.graph.replay()
-        return captured.outputs
-
-    def _captured(self, size: int, plan: Plan) -> _Captured:
-        assert self._graphs is not None
-        key = (size, plan)
+    def _graphed_step(self, batch: int, features: SamplingFeatures) -> _GraphedStep:
+        assert self._capture is not None
+        key = (batch, features)
         if key not in self._graphs:
-            slots = torch.full((size,), self.cache.scratch, device=self._ints.device)
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(2):  # libraries and kernels choose and load what they need, outside the graph
-                    self._step(slots, plan, None)
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = self._step(slots, plan, None)
-            self._pool = self._pool or graph.pool()
-            self._graphs[key] = _Captured(graph, slots, outputs, slots.tolist())
+            slots = torch.full((batch,), self.cache.scratch, device=self._ints.device)
+            pool = next((step.graph.pool for step in self._graphs.values()), None)
+            graph = self._capture(lambda: self._step(slots, features, None), pool)
+            self._graphs[key] = _GraphedStep(graph, slots, [self.cache.scratch] * batch)
         return self._graphs[key]
 
 
-def bucket(batch: int) -> int:
-    """The batch size whose graph runs this batch: the next power of two."""
+def capture_cuda_graph(step: Callable[[], Outputs], pool: Any) -> CapturedGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # libraries and kernels select and load what they need, outside the graph
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = step()
+    return CapturedGraph(graph.replay, outputs, pool or graph.pool())
+
+
+def graph_batch_size(batch: int) -> int:
+    """The batch size of the graph that runs this batch: the next power of two."""
     return 1 << (batch - 1).bit_length()

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nanorun.infer.request import MOST_STOP_LENGTH, MOST_STOPS, MOST_TOP_LOGPROBS
+from nanorun.infer.request import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 from nanorun.serve.errors import ApiError
 
 MOST_SEED = 2**63 - 2**20 - 1
 
-Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_LENGTH)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -59,7 +59,7 @@ class Generation(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     n: int | None = Field(None, ge=1, le=128)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-MOST_SEED, le=MOST_SEED)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -91,7 +91,7 @@ class ChatRequest(Generation):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = (
         None  # auto: the oldest messages go when all are too many
     )
@@ -136,7 +136,7 @@ class ChatRequest(Generation):
 
 class CompletionRequest(Generation):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = Field(None, ge=1, le=128)

@@ -80,7 +80,7 @@ def _prepare(
         speaker = Speaker(Options(slots=slots, max_queue=2**31, events_per_s=EVENTS_PER_S, **options))
         if cuda:
             sizes = [2**i for i in range(slots.bit_length()) if 2**i <= slots]
-            speaker.engine.warm([*sizes, slots], [Sampling(*sampling) for sampling in samplings])
+            speaker.engine.warm_up([*sizes, slots], [Sampling(*sampling) for sampling in samplings])
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"The memory of {machine.name} is too small for this model with {slots} slots: use fewer --slots, "

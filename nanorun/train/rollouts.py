@@ -188,7 +188,7 @@ class Rollouts:
         return make_request(prompt, self.tokenizer, sampling, config.max_tokens, config.samples, logprobs)
 
     def _generate(self, requests: Sequence[Request]) -> list[Reply]:
-        self.engine.load(self.model)
+        self.engine.load_weights(self.model)
         replies = self.engine.generate(requests)
         # The engine may be resting only in a moment, and until then some libraries would use as few threads here
         # as it does, and round differently.

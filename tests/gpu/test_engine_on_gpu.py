@@ -73,7 +73,7 @@ def test_samples_fork_turns_are_reused_and_weights_renewed_under_captured_graphs
         assert reply.reused_tokens >= len(text)
         assert reply.ids == plain.generate(model, [longer], 5, temperature=0)[0]
         for renewed in (other, model, other):  # each time the last graph's memory goes with it
-            engine.load(renewed)
+            engine.load_weights(renewed)
             gc.collect()
             reply = engine.generate([Request(longer, GREEDY, max_tokens=5)])[0]
             assert reply.ids == plain.generate(renewed, [longer], 5, temperature=0)[0]
@@ -92,6 +92,6 @@ def test_bf16_and_int8_generate():
     model = build(scale_model(4, VOCAB, CONTEXT), torch.device("cuda"), torch.bfloat16)
     for int8 in (False, True):
         with Engine(model, None, Settings(int8=int8)) as engine:
-            engine.warm((1, 8), (GREEDY, Sampling()))
+            engine.warm_up((1, 8), (GREEDY, Sampling()))
             replies = engine.generate([Request([1, 2, 3], Sampling(seed=0), max_tokens=40, samples=8)])
             assert {len(reply.ids) for reply in replies} == {40}

@@ -5,9 +5,8 @@ import torch
 from small_models import CPU, VOCAB, grown
 
 from nanorun.config import scale_model
-from nanorun.infer.cache import Cache
+from nanorun.infer.cache import Cache, SlotPool, common_prefix
 from nanorun.infer.forward import decode, prefill
-from nanorun.infer.slots import Slots, common_prefix
 from nanorun.infer.weights import Weights
 
 CONFIG = scale_model(3, VOCAB, 80, dim=32, heads=2, kv_heads=2, windows="SL", short_window=10)
@@ -34,7 +33,7 @@ def goes_on_right(weights, cache, slot, length, steps=12):
 
 @pytest.mark.parametrize("high", [5, 16, 17, 20, 50])
 def test_a_slot_can_be_cut_exactly_as_far_as_the_rule_says(high):
-    earliest = written(high)[1].earliest(high)
+    earliest = written(high)[1].min_truncation(high)
     assert earliest == (0 if high <= 16 else high - 6)
     for length in range(max(earliest, 1), high):
         assert goes_on_right(*written(high), 0, length)
@@ -74,24 +73,26 @@ def test_common_prefixes():
 
 
 def test_the_next_turn_takes_the_slot_of_the_last_and_strangers_take_the_oldest():
-    slots = Slots([Cache(CONFIG, 3, CPU, torch.float32)])
-    first = slots.take(list(range(20)))
-    first.held = first.high = 19
+    slots = SlotPool([Cache(CONFIG, 3, CPU, torch.float32)])
+    first = slots.acquire(list(range(20)))
+    first.cached_tokens = first.high_water_mark = 19
     slots.release(first)
-    other = slots.take(list(range(50, 70)))
-    assert (other is not first, other.held) == (True, 0)
-    again = slots.take(list(range(30)))
-    assert (again is first, again.held) == (True, 19)
+    other = slots.acquire(list(range(50, 70)))
+    assert (other is not first, other.cached_tokens) == (True, 0)
+    again = slots.acquire(list(range(30)))
+    assert (again is first, again.cached_tokens) == (True, 19)
 
 
 def test_a_shared_beginning_is_copied_and_its_owner_keeps_it():
     weights, cache = written(40)
-    slots = Slots([cache])
+    slots = SlotPool([cache])
     text = TOKENS.tolist()
-    owner = slots.all[0]
-    owner.tokens, owner.held, owner.high, owner.busy = text[:40], 40, 40, True
-    taken = slots.take([*text[:36], 1, 2, 3])
-    assert (taken is not owner, taken.held, taken.high) == (True, 36, 40)
-    assert goes_on_right(weights, cache, taken.number, 36)
-    assert goes_on_right(weights, cache, owner.number, 40)
-    assert slots.take([*text[:20], 1, 2, 3]).held == 0, "the ring no longer holds what this would need"
+    owner = slots.slots[0]
+    owner.tokens, owner.cached_tokens, owner.high_water_mark, owner.in_use = text[:40], 40, 40, True
+    taken = slots.acquire([*text[:36], 1, 2, 3])
+    assert (taken is not owner, taken.cached_tokens, taken.high_water_mark) == (True, 36, 40)
+    assert goes_on_right(weights, cache, taken.index, 36)
+    assert goes_on_right(weights, cache, owner.index, 40)
+    assert slots.acquire([*text[:20], 1, 2, 3]).cached_tokens == 0, (
+        "the ring no longer holds what this would need"
+    )

@@ -13,8 +13,8 @@ from nanorun.config import scale_model
 from nanorun.infer import forward, plain
 from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
-from nanorun.infer.sampling import Plan
-from nanorun.infer.step import Row, Stepper
+from nanorun.infer.sampling import SamplingFeatures
+from nanorun.infer.step import CapturedGraph, DecodeRow, Stepper
 from nanorun.infer.weights import Weights
 
 GREEDY = Sampling(temperature=0)
@@ -36,11 +36,11 @@ WAYS = {
     "one at a time": Settings(slots=1),
     "with strangers": Settings(slots=4),
     "in small chunks": Settings(slots=4, prefill_tokens=5),
-    "run-ahead": Settings(slots=3, run_ahead=True),
+    "run-ahead": Settings(slots=3, async_scheduling=True),
     "prompt lookup": Settings(slots=3, speculate="lookup"),
-    "prompt lookup, run-ahead": Settings(slots=3, speculate="lookup", guesses=7, run_ahead=True),
-    "draft": Settings(slots=3, speculate="draft", guesses=2),
-    "draft, run-ahead": Settings(slots=4, speculate="draft", run_ahead=True, prefill_tokens=9),
+    "prompt lookup, run-ahead": Settings(slots=3, speculate="lookup", draft_tokens=7, async_scheduling=True),
+    "draft": Settings(slots=3, speculate="draft", draft_tokens=2),
+    "draft, run-ahead": Settings(slots=4, speculate="draft", async_scheduling=True, prefill_tokens=9),
 }
 
 
@@ -104,14 +104,14 @@ def test_speculation_guesses_right_where_it_can():
         with Engine(model) as engine:
             expected = [reply.ids for reply in engine.generate(requests)]
             steps = engine.stats.steps
-        settings = Settings(speculate="draft", guesses=3)
+        settings = Settings(speculate="draft", draft_tokens=3)
         with Engine(model, None, settings, draft=twin(config)) as engine:
             assert [reply.ids for reply in engine.generate(requests)] == expected
-            assert engine.stats.acceptance > 0.5
+            assert engine.stats.acceptance_rate > 0.5
             assert engine.stats.steps < 0.6 * steps
         with Engine(model, None, settings, draft=model) as engine:
             assert [reply.ids for reply in engine.generate(requests)] == expected
-            assert engine.stats.acceptance > 0.9, "itself it guesses"
+            assert engine.stats.acceptance_rate > 0.9, "itself it guesses"
 
 
 def test_prompt_lookup_follows_a_learned_repetition(parrot, tokenizer):
@@ -120,11 +120,11 @@ def test_prompt_lookup_follows_a_learned_repetition(parrot, tokenizer):
     prompt = [tokenizer.bos, *tokenizer.encode(TEXT + TEXT[:9])]
     with Engine(parrot, tokenizer) as engine:
         expected = engine.generate([Request(prompt, GREEDY, max_tokens=60)])[0]
-    with Engine(parrot, tokenizer, Settings(speculate="lookup", guesses=5)) as engine:
+    with Engine(parrot, tokenizer, Settings(speculate="lookup", draft_tokens=5)) as engine:
         reply = engine.generate([Request(prompt, GREEDY, max_tokens=60)])[0]
         assert reply.ids == expected.ids
         assert (TEXT * 4)[9:].startswith(reply.text)
-        assert engine.stats.acceptance > 0.8
+        assert engine.stats.acceptance_rate > 0.8
         assert engine.stats.steps < 16
 
 
@@ -142,13 +142,13 @@ def test_samples_of_one_prompt_are_those_of_single_requests(slots, speculate):
         replies = engine.generate([Request(prompt, Sampling(seed=70), samples=6)])
         assert [reply.ids for reply in replies] == expected
         if slots == 16:
-            assert engine.stats.read == len(prompt) - 1, "the prompt is read once"
+            assert engine.stats.prefilled_tokens == len(prompt) - 1, "the prompt is read once"
 
 
 def test_turns_of_a_conversation_reuse_what_was_read():
     config = shape("all")
     model = grown(config)
-    with Engine(model, None, Settings(slots=2, run_ahead=True)) as engine:
+    with Engine(model, None, Settings(slots=2, async_scheduling=True)) as engine:
         text, stranger = some_prompts(1, 9, seed=1)[0], some_prompts(1, 30, seed=2)[0]
         for turn in range(5):
             reply = engine.generate([Request(text, GREEDY, max_tokens=5)])[0]
@@ -196,7 +196,7 @@ def test_a_busy_day(way):
             if dice.random() < 0.2:
                 handles[dice.randrange(len(handles))].cancel()
         ended = [(request, handle.result(60)) for request, handle in zip(requests, handles, strict=True)]
-        assert engine.stats.reused > 300
+        assert engine.stats.reused_tokens > 300
     for request, replies in ended:
         assert len(replies) == request.samples
         expected = plain.generate(
@@ -213,7 +213,7 @@ def test_new_weights_take_effect_and_old_keys_are_forgotten():
     prompt = some_prompts(1, 30)[0]
     with Engine(model) as engine:
         before = engine.generate([Request(prompt, GREEDY, max_tokens=8)])[0].ids
-        engine.load(other)
+        engine.load_weights(other)
         after = engine.generate([Request(prompt, GREEDY, max_tokens=8)])[0]
     assert after.reused_tokens == 0
     assert after.ids == plain.generate(other, [prompt], 8, temperature=0)[0] != before
@@ -225,11 +225,46 @@ def test_rows_that_fill_up_a_batch_disturb_nobody():
     cache = Cache(model.config, 2, CPU, torch.float32)
     stepper = Stepper(forward.plain(Weights.of(model), cache), cache, model.config.context)
     forward.prefill(Weights.of(model), cache, [1], [[3, 1]], [0])
-    stepper.arm([Row(1, 2, 4, [0, 0], [0.0, 1.0, 0.0, 1.0])])
+    stepper.write_rows([DecodeRow(1, 2, 4, [0, 0], [0.0, 1.0, 0.0, 1.0])])
     batches = [[1], [1, cache.scratch], [cache.scratch, 1, cache.scratch]]
-    found = [stepper.launch(batches[i % 3], Plan(), 64).land().tokens[i % 3 == 2] for i in range(20)]
+    found = [
+        stepper.launch(batches[i % 3], SamplingFeatures(), 64).wait().tokens[i % 3 == 2] for i in range(20)
+    ]
     assert [token for tokens in found for token in tokens] == expected
     assert stepper._ints[0, cache.scratch] == 0, "they do not grow"
+
+
+def test_graphs_are_captured_per_batch_size_and_features_and_again_after_any_change():
+    """The rule for captured graphs, with an eager function in place of a CUDA graph."""
+    model, other = grown(shape("all")), grown(shape("all"), seed=4)
+    captures = []
+
+    def capture(step, pool):
+        outputs = step()
+        captures.append(outputs[0].size(0))
+        replay = lambda: [old.copy_(new) for old, new in zip(outputs, step(), strict=True)]  # noqa: E731
+        return CapturedGraph(replay, outputs, pool)
+
+    engine = Engine(model, None, Settings(slots=5))
+    scheduler = engine._scheduler
+    scheduler.stepper._capture = capture
+    with engine:
+        for expected in (model, other):
+            prompts = some_prompts(3, 20)
+            replies = engine.generate([Request(prompt, GREEDY, max_tokens=9) for prompt in prompts])
+            assert [r.ids for r in replies] == plain.generate(expected, prompts, 9, temperature=0)
+            assert captures == [4], "three rows and one of padding, captured once"
+            engine.generate([Request(prompts[0], GREEDY, max_tokens=2)])
+            engine.generate([Request(prompts[0], Sampling(seed=1), max_tokens=2)])
+            assert captures == [4, 1, 1], "for each batch size and each set of features"
+            engine.generate([Request(prompts[0], GREEDY, max_tokens=2)])
+            assert len(captures) == 3
+            captures.clear()
+            engine.load_weights(other)
+        engine.generate([Request([1], GREEDY, max_tokens=2)])
+        scheduler.stepper.invalidate()
+        engine.generate([Request([1], GREEDY, max_tokens=2)])
+        assert captures == [1, 1]
 
 
 class NothingOnTheHost(TorchDispatchMode):
@@ -248,10 +283,10 @@ class NothingOnTheHost(TorchDispatchMode):
 def test_a_step_can_be_captured(speculate):
     model = grown(shape("grouped"))
     plans = [
-        Plan(),
-        Plan(draw=True),
-        Plan(draw=True, top_k=16, min_p=True, penalty=True, logprobs=True, top=5),
-        Plan(draw=True, sort=True),
+        SamplingFeatures(),
+        SamplingFeatures(random=True),
+        SamplingFeatures(random=True, top_k=16, min_p=True, penalty=True, logprobs=True, top_logprobs=5),
+        SamplingFeatures(random=True, sort=True),
     ]
     engine = engine_for(model, Settings(speculate=speculate))
     slots = torch.tensor([0, 3, 8, 8])
@@ -295,7 +330,7 @@ def test_the_same_batch_gives_the_same_bits_every_time(parrot, tokenizer):
     for _ in range(3):
         with Engine(parrot, tokenizer, Settings(slots=4, tool_threads=0)) as engine:
             engine.generate(requests[len(found) :])
-            engine.load(parrot)
+            engine.load_weights(parrot)
             found.append([(reply.ids, reply.forced, reply.logprobs) for reply in engine.generate(requests)])
     assert found[0] == found[1] == found[2]
     assert any(found[0][0][1]), "tools spoke"

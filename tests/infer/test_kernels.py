@@ -403,6 +403,6 @@ def test_the_engine_generates_by_the_kernels_what_it_generates_without(int8):
     for decoder in (None, by_kernels):
         with Engine(model, settings=Settings(slots=4, int8=int8), decoder=decoder) as engine:
             said.append([reply.ids for reply in engine.generate(asked)])
-            engine.load(model)
+            engine.load_weights(model)
             assert [reply.ids for reply in engine.generate(asked[:1])] == said[-1][:1]
     assert said[0] == said[1]

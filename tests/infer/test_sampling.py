@@ -8,19 +8,21 @@ import torch
 
 from nanorun.errors import UserError
 from nanorun.infer.request import Sampling
-from nanorun.infer.sampling import Plan, Rules, noise_bits, sample
+from nanorun.infer.sampling import SamplingFeatures, SamplingParams, noise_bits, sample
 
 
 def rules_of(samplings, seeds=None):
     seeds = seeds or range(len(samplings))
-    packed = [Rules.packed(s, seed) for s, seed in zip(samplings, seeds, strict=True)]
-    return Rules.unpacked(torch.tensor([i for i, _ in packed]).t(), torch.tensor([f for _, f in packed]).t())
+    packed = [SamplingParams.pack(s, seed) for s, seed in zip(samplings, seeds, strict=True)]
+    return SamplingParams.unpack(
+        torch.tensor([i for i, _ in packed]).t(), torch.tensor([f for _, f in packed]).t()
+    )
 
 
 def draw(logits, sampling, draws, **more):
     """Many tokens for one row of logits, each at a position of its own."""
     rows = logits.expand(draws, -1)
-    plan = Plan.of([(sampling, more.get("logprobs"))], 5)
+    plan = SamplingFeatures.union([(sampling, more.get("logprobs"))], 5)
     return sample(rows, rules_of([sampling] * draws, [7] * draws), torch.arange(draws), plan, None)
 
 
@@ -81,7 +83,7 @@ def test_rows_with_rules_of_their_own_have_the_distributions_by_the_book(seed):
     logits = 3 * torch.randn(40, 33, generator=torch.Generator().manual_seed(seed))
     history = torch.randint(0, 33, (40, 12), generator=torch.Generator().manual_seed(seed + 9))
     positions = torch.from_numpy(dice.integers(0, 13, 40))
-    plan = Plan.of([(s, 3) for s in samplings], 3)
+    plan = SamplingFeatures.union([(s, 3) for s in samplings], 3)
     drawn = sample(logits, rules_of(samplings), positions, plan, history)
     model = logits.double().log_softmax(-1)
     for i, s in enumerate(samplings):
@@ -90,7 +92,7 @@ def test_rows_with_rules_of_their_own_have_the_distributions_by_the_book(seed):
         assert expected[token] > 0
         assert drawn.logprobs[i, 0].item() == pytest.approx(math.log(expected[token]), abs=1e-4)
         assert drawn.logprobs[i, 1].item() == pytest.approx(model[i, token].item(), abs=1e-4)
-        alone = Plan.of([(s, None)], 3)
+        alone = SamplingFeatures.union([(s, None)], 3)
         row = slice(i, i + 1)
         rules = rules_of([s], [i])
         assert sample(logits[row], rules, positions[row], alone, history[row]).tokens.item() == token
@@ -98,13 +100,13 @@ def test_rows_with_rules_of_their_own_have_the_distributions_by_the_book(seed):
 
 
 def test_a_plan_asks_only_for_what_rows_want():
-    assert Plan.of([(Sampling(temperature=0, top_p=0.5), None)], 9) == Plan()
-    assert Plan.of([(Sampling(), None)], 9) == Plan(draw=True)
-    assert Plan.of([(Sampling(top_k=50), 0), (Sampling(), None)], 9) == Plan(
-        draw=True, top_k=64, logprobs=True
+    assert SamplingFeatures.union([(Sampling(temperature=0, top_p=0.5), None)], 9) == SamplingFeatures()
+    assert SamplingFeatures.union([(Sampling(), None)], 9) == SamplingFeatures(random=True)
+    assert SamplingFeatures.union([(Sampling(top_k=50), 0), (Sampling(), None)], 9) == SamplingFeatures(
+        random=True, top_k=64, logprobs=True
     )
-    assert Plan.of([(Sampling(top_k=50, top_p=0.9), 2)], 9) == Plan(
-        draw=True, sort=True, logprobs=True, top=9
+    assert SamplingFeatures.union([(Sampling(top_k=50, top_p=0.9), 2)], 9) == SamplingFeatures(
+        random=True, sort=True, logprobs=True, top_logprobs=9
     )
 
 

@@ -11,7 +11,7 @@ from small_models import TEXT, grown, shape, some_prompts
 from nanorun.errors import UserError
 from nanorun.infer import plain
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
-from nanorun.infer.progress import TextStream
+from nanorun.infer.sequence import TextStream
 
 GREEDY = Sampling(temperature=0)
 
@@ -57,7 +57,7 @@ def test_a_reply_cut_inside_a_character_leaves_it_out(engine, tokenizer, tokens)
 )
 @pytest.mark.parametrize("speculate", [None, "lookup"])
 def test_stop_strings_span_tokens_and_are_not_part_of_the_reply(parrot, tokenizer, stop, text, speculate):
-    with Engine(parrot, tokenizer, Settings(speculate=speculate, run_ahead=True)) as engine:
+    with Engine(parrot, tokenizer, Settings(speculate=speculate, async_scheduling=True)) as engine:
         events = list(engine.events(ask(tokenizer, stop=stop)))
         reply = events[-1].reply
         assert (reply.text, reply.finish) == (text, "stop")
@@ -134,7 +134,7 @@ def test_leaving_a_stream_frees_its_slot(parrot, tokenizer):
         asyncio.run(leave())
         reply = engine.generate([ask(tokenizer, max_tokens=4)])[0]
         assert reply.finish == "length"
-        assert engine.stats.tokens < 100, "the one that was left did not go on to its end"
+        assert engine.stats.sampled_tokens < 100, "the one that was left did not go on to its end"
 
 
 def test_cancelled_requests_end_as_such_wherever_they_are(parrot, tokenizer):
@@ -194,7 +194,7 @@ def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
     with Engine(parrot, tokenizer, Settings(slots=1), decoder=out_of_memory) as engine:
         handles = [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]
         assert decoding.wait(10)  # else warming might come first
-        warming = ThreadPoolExecutor(1).submit(engine.warm)
+        warming = ThreadPoolExecutor(1).submit(engine.warm_up)
         while not engine._inbox.tasks:
             time.sleep(0.01)
         all_wait.set()
@@ -233,10 +233,10 @@ class Shout:
         return list(self.answer_bytes)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("speculate", [None, "lookup"])
-def test_a_tool_interrupts_and_its_answer_is_forced(parrot, tokenizer, run_ahead, speculate):
-    settings = Settings(run_ahead=run_ahead, speculate=speculate)
+def test_a_tool_interrupts_and_its_answer_is_forced(parrot, tokenizer, async_scheduling, speculate):
+    settings = Settings(async_scheduling=async_scheduling, speculate=speculate)
     with Engine(parrot, tokenizer, settings) as engine:
         request = ask(tokenizer, tool=Shout, max_tokens=40, logprobs=0)
         events = list(engine.events(request))

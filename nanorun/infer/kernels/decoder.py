@@ -11,7 +11,7 @@ from nanorun.infer.kernels.language import pdl_works
 from nanorun.infer.kernels.settle import settle
 from nanorun.infer.kernels.step import Tuning, decode_step, fits, tune
 from nanorun.infer.kernels.weights import DecodeWeights, RingCache, Scratch
-from nanorun.infer.step import Settle
+from nanorun.infer.step import GreedySample
 from nanorun.infer.weights import Weights
 
 
@@ -36,5 +36,5 @@ def by_kernels(weights: Weights, cache: Cache) -> Decode:
     return decode
 
 
-def greedy_end(device: torch.device) -> Settle:
+def greedy_end(device: torch.device) -> GreedySample:
     return functools.partial(settle, pdl=pdl_works(device))
