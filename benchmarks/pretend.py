@@ -130,7 +130,7 @@ def main() -> None:
 
     from nanorun.config import scale_model
     from nanorun.hardware import named_gpu
-    from nanorun.memory import memory_gb
+    from nanorun.plan.memory import memory_gb
 
     if torch.cuda.is_available() or not (torch.version.cuda or "").startswith("13."):
         parser.error("This is for machines without a GPU, and takes a CUDA 13 build of torch all the same.")
@@ -142,14 +142,14 @@ def main() -> None:
             parser.error(f"{needed} is not installed: pip install 'nanorun[flash]'.")
     if not args.work.is_dir():
         parser.error(f"There is no folder {args.work}: name a NANORUN_HOME with text and a tokenizer.")
-    print(f"d{args.depth}: rows, GiB reckoned by memory.py, GiB at the peak", flush=True)
+    print(f"d{args.depth}: rows, GiB estimated by plan/memory.py, GiB at the peak", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder), args.gib)
         for rows in args.rows:
             ask = {**vars(args), "work": str(args.work), "rows": rows}
             found = pretended(library, ask)
-            reckoned = sum(memory_gb(scale_model(args.depth, 32_768), rows, named_gpu("h200")).values())
-            print(f"{rows:>6} {reckoned:>8.2f} {found['gib']:>8.2f}", flush=True)
+            estimated = sum(memory_gb(scale_model(args.depth, 32_768), rows, named_gpu("h200")).values())
+            print(f"{rows:>6} {estimated:>8.2f} {found['gib']:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -314,6 +314,11 @@ class Horizon:
             raise UserError(f"--{given[0]} must be more than 0, and a number.")
 
 
+def largest_divisor(total: int, at_most: int) -> int:
+    """The largest divisor of `total` up to `at_most`, so that a step is whole micro-batches."""
+    return next(n for n in range(min(at_most, total), 0, -1) if total % n == 0)
+
+
 def scale_model(depth: int, vocab_size: int, context: int = 2048, **changes: Any) -> ModelConfig:
     """The shape of a model of this depth."""
     dim = -(-depth * 64 // 128) * 128

@@ -9,6 +9,7 @@ from typing import Literal
 
 from nanorun import __version__, hardware, home
 from nanorun.console import size
+from nanorun.tables import table
 
 Verdict = Literal["ok", "note", "missing"]
 
@@ -34,6 +35,12 @@ def examine() -> list[Finding]:
         _sandbox(),
         _serve(),
     ]
+
+
+def findings_table(findings: list[Finding]) -> str:
+    marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
+    rows = [[marks[f.verdict], f.what, f.detail + (f" → {f.advice}" if f.advice else "")] for f in findings]
+    return table(["", "what", "what was found"], rows)
 
 
 def _python() -> Finding:

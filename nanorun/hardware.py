@@ -53,8 +53,8 @@ class Gpu:
         return 2 if self.device == "cuda" else 4
 
     @property
-    def eight_bits(self) -> bool:
-        """Whether matmuls are in eight bits unless told otherwise: where that was tried (model/kernels/fp8.py)."""
+    def fp8_by_default(self) -> bool:
+        """Whether GEMMs run in FP8 unless configured otherwise: on the GPUs where it was measured to pay."""
         return self.name.startswith(("h100", "h200"))
 
 

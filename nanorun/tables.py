@@ -4,10 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from nanorun import home
 from nanorun.console import seconds, size
-from nanorun.data.dataset import Dataset
-from nanorun.doctor import Finding
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -25,60 +22,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return re.fullmatch(r"-?[\d.,]*([kMGT%]| ?[kMGT]?B)?|–|\?", cell) is not None
-
-
-def dataset_record(dataset: Dataset) -> dict[str, Any]:
-    def part(split: Any) -> dict[str, Any]:
-        return {
-            "documents": dataset.total("documents", split),
-            "bytes": dataset.total("text_bytes", split),
-            "tokens": dataset.total("tokens", split),
-            "shards": len(dataset.of(split)),
-        }
-
-    return {
-        "name": dataset.name,
-        "folder": str(dataset.folder),
-        "kind": dataset.kind,
-        "documents": dataset.total("documents"),
-        "bytes": dataset.total("text_bytes"),
-        "shards": len(dataset.shards),
-        "file_bytes": dataset.total("file_bytes"),
-        "train": part("train"),
-        "val": part("val"),
-        "tokenizer": dataset.tokenizer,
-        "source": dataset.source,
-        "created": dataset.created,
-    }
-
-
-def datasets_table(datasets: Sequence[Dataset]) -> str:
-    if not datasets:
-        return f"no data in {home.data_dir()} yet: nanorun data add FILE..., or nanorun data get sample"
-    rows = []
-    for dataset in datasets:
-        for split in ("train", "val"):
-            shards = dataset.of(split)
-            known = all(shard.text_bytes is not None for shard in shards)
-            tokens = sum(shard.tokens for shard in shards)
-            rows.append(
-                [
-                    dataset.name if split == "train" else "",
-                    split,
-                    f"{sum(shard.documents for shard in shards):,}",
-                    f"{sum(shard.text_bytes or 0 for shard in shards):,}" if known else "?",
-                    f"{tokens:,}" if dataset.kind == "bin" else "–",
-                    f"{len(shards):,}",
-                    size(sum(shard.file_bytes for shard in shards)),
-                ]
-            )
-    return table(["dataset", "split", "documents", "bytes of text", "tokens", "shards", "on disk"], rows)
-
-
-def findings_table(findings: Sequence[Finding]) -> str:
-    marks = {"ok": "ok", "note": "note", "missing": "MISSING"}
-    rows = [[marks[f.verdict], f.what, f.detail + (f" → {f.advice}" if f.advice else "")] for f in findings]
-    return table(["", "what", "what was found"], rows)
 
 
 def trained_tokenizer(result: dict[str, Any]) -> str:

@@ -91,8 +91,8 @@ def steps_of(home: Path, run: str) -> list[int]:
 
 def test_speedrun_killed_while_it_learns_to_talk_goes_on_from_there(raced):
     home, again = raced
-    assert "3/6 a base model has read it already" in again.stderr
-    assert "4/6 the model has practised already" in again.stderr
+    assert "3/6 the base model is trained already" in again.stderr
+    assert "4/6 midtraining is done already" in again.stderr
     assert "going on with 'sample-sft' from step" in again.stderr
     for run in ("sample-base", "sample-mid", "sample-sft", "sample-rl"):
         assert steps_of(home, run) == list(range(1, 7))
@@ -117,7 +117,7 @@ def test_speedrun_typed_again_does_nothing_twice(raced, quick):
     home, _ = raced
     before = {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     again = last_json(nanorun(home, "speedrun", "--json"))
-    assert [stage["did"] for stage in again["stages"]] == ["nothing, it is done"] * 6
+    assert [stage["did"] for stage in again["stages"]] == ["already done"] * 6
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()} == before
     asked = [[row["task"] for row in exam["tasks"]] for exam in again["exams"].values()]
     assert asked == [["sample-facts", "sample-sums", "sample-spelling", "sample-counting"]] * 2
@@ -135,7 +135,7 @@ def test_speedrun_makes_again_what_is_damaged(raced, quick, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-5])
     (home / "runs" / "sample-rl" / "exam.json").unlink()
     again = last_json(nanorun(home, "speedrun", "--json"))
-    idle = [stage["did"] == "nothing, it is done" for stage in again["stages"]]
+    idle = [stage["did"] == "already done" for stage in again["stages"]]
     assert idle == [False, False, True, True, True, False]
 
 
@@ -192,7 +192,7 @@ def test_a_run_of_many_days_is_refused_before_anything_starts_unless_it_is_meant
 
 def test_a_plan_says_which_vocabulary_it_is_for_and_which_training_would_take(small_world, tmp_path):
     said = nanorun(small_world, "plan", "--gpu", "h100").stdout
-    assert "'small', which train base would take here, has 300 (--vocab 300)" in " ".join(said.split())
+    assert "'small', which train base would use here, has 300 (--vocab 300)" in " ".join(said.split())
     assert last_json(nanorun(small_world, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 32_768
     asked = last_json(nanorun(small_world, "plan", "--gpu", "h100", "--vocab", "500", "--json"))
     assert asked["vocab_size"] == 500

@@ -13,16 +13,10 @@ from nanorun import hardware
 from nanorun.config import Horizon, sample_preset, scale
 from nanorun.errors import UserError
 from nanorun.hardware import GPUS
-from nanorun.memory import CHUNK_LOGITS, PIECE_LOGITS, deepest, largest_batch, memory_gb
-from nanorun.plan import (
-    TooLong,
-    compare_with_plan,
-    make_plan,
-    measured_mfu,
-    plan_record,
-    plan_table,
-    refuse_longer_than,
-)
+from nanorun.plan.display import compare_with_plan, plan_record, plan_table
+from nanorun.plan.estimate import PlanTooLong, check_duration, make_plan
+from nanorun.plan.memory import deepest, largest_batch, memory_gb
+from nanorun.plan.speed import measured_mfu
 
 VOCAB = 32768
 
@@ -101,13 +95,6 @@ def test_grouped_heads_and_no_value_embeddings_need_less():
     lean = scale(12, VOCAB, model_changes={"kv_heads": 2, "value_embeddings": False})
     less, more = (memory_gb(c.model, 8, GPUS["h100"])["activations"] for c in (lean, plain))
     assert less < more
-
-
-def test_chunks_of_logits_are_those_of_the_loss():
-    loss = pytest.importorskip("nanorun.model.loss")
-    assert CHUNK_LOGITS["cuda"] == loss.CHUNK_LOGITS_GPU
-    assert PIECE_LOGITS == loss.PIECE_LOGITS
-    assert CHUNK_LOGITS["cpu"] == CHUNK_LOGITS["mps"] == loss.CHUNK_LOGITS
 
 
 @pytest.mark.parametrize("gpu", ["h100", "rtx4090", "t4"])
@@ -282,15 +269,15 @@ def test_evaluation_is_planned_with_the_text_that_there_is(none):
 
 def test_what_takes_too_long_is_refused_with_what_would_fit(none):
     long = make_plan(scale(24, VOCAB), "t4", results=none)
-    with pytest.raises(TooLong, match=r"about \d+ d .*--depth (\d+), about \d+ h .*--yes") as refused:
-        refuse_longer_than(1, long)
+    with pytest.raises(PlanTooLong, match=r"about \d+ d .*--depth (\d+), about \d+ h .*--yes") as refused:
+        check_duration(long, 1)
     depth = int(re.search(r"--depth (\d+)", str(refused.value))[1])
-    refuse_longer_than(1, make_plan(scale(depth, VOCAB), "t4"))
+    check_duration(make_plan(scale(depth, VOCAB), "t4"), 1)
     tokens = make_plan(scale(24, VOCAB, horizon=Horizon(tokens=10**9)), "t4", results=none)
-    with pytest.raises(TooLong, match=r"--tokens (\d+)") as refused:
-        refuse_longer_than(1, tokens)
+    with pytest.raises(PlanTooLong, match=r"--tokens (\d+)") as refused:
+        check_duration(tokens, 1)
     fewer = int(re.search(r"--tokens (\d+)", str(refused.value))[1])
-    refuse_longer_than(1, make_plan(scale(24, VOCAB, horizon=Horizon(tokens=fewer)), "t4", results=none))
+    check_duration(make_plan(scale(24, VOCAB, horizon=Horizon(tokens=fewer)), "t4", results=none), 1)
 
 
 def test_nonsense_is_refused():

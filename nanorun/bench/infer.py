@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from nanorun import hardware, memory
+from nanorun import hardware
 from nanorun.config import Config, scale_model
 from nanorun.console import say
 from nanorun.data.dataset import open_dataset
@@ -33,6 +33,7 @@ from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.infer.load import load_model
 from nanorun.infer.weights import Weights, rounded
 from nanorun.model.gpt import GPT, build
+from nanorun.plan import memory
 from nanorun.provenance import record
 from nanorun.runs import read_config
 from nanorun.text.store import open_tokenizer

@@ -28,13 +28,12 @@ def data_get(
 ) -> None:
     """Gets named corpora, or CORE's tasks: the sample world is written here, the others are downloaded (and
     resumed)."""
-    from nanorun import tables
     from nanorun.data import get
 
     named = [name for name in names if name != "core"]
     datasets = [get.get_dataset(name, shards, get.parse_size(size), seed, workers, replace) for name in named]
-    records: dict[str, Any] = {"datasets": [tables.dataset_record(d) for d in datasets]}
-    text = tables.datasets_table(datasets) if datasets else ""
+    records: dict[str, Any] = {"datasets": [get.dataset_record(d) for d in datasets]}
+    text = get.datasets_table(datasets) if datasets else ""
     if "core" in names:
         records["core"] = str(get.get_core_bundle(replace).where)
         text = f"{text}\n\nCORE's tasks are in {records['core']}: nanorun eval core".strip()
@@ -63,12 +62,12 @@ def data_add(
     as_json: Json = False,
 ) -> None:
     """Makes a dataset of your own files."""
-    from nanorun import tables
     from nanorun.data.add import add_files
+    from nanorun.data.get import dataset_record, datasets_table
 
     separator = split.replace("\\n", "\n").replace("\\t", "\t") if split is not None else None
     dataset = add_files(paths, name=name, val=val, column=column, separator=separator, replace=replace)
-    show(tables.dataset_record(dataset), as_json, tables.datasets_table([dataset]))
+    show(dataset_record(dataset), as_json, datasets_table([dataset]))
 
 
 @app.command("ls", epilog=example("nanorun data ls --verify"))
@@ -79,12 +78,11 @@ def data_ls(
     as_json: Json = False,
 ) -> None:
     """What data is here."""
-    from nanorun import tables
-    from nanorun.data.get import list_datasets
+    from nanorun.data.get import dataset_record, datasets_table, list_datasets
 
     datasets, broken = list_datasets(verify)
-    records = [tables.dataset_record(d) for d in datasets]
-    show({"datasets": records, "broken": broken}, as_json, tables.datasets_table(datasets))
+    records = [dataset_record(d) for d in datasets]
+    show({"datasets": records, "broken": broken}, as_json, datasets_table(datasets))
     for sentence in broken:
         console.say(sentence)
     raise typer.Exit(2 if broken else 0)
@@ -102,12 +100,11 @@ def data_tokenize(
     as_json: Json = False,
 ) -> None:
     """Tokenizes a dataset once into memory-mapped .bin shards, so that training need not."""
-    from nanorun import tables
     from nanorun.data.bins import tokenize_dataset
-    from nanorun.data.get import newest_text
+    from nanorun.data.get import dataset_record, datasets_table, newest_text
     from nanorun.text.store import open_tokenizer
 
     made = tokenize_dataset(
         newest_text(dataset), open_tokenizer(tokenizer), name=name, threads=threads, replace=replace
     )
-    show(tables.dataset_record(made), as_json, tables.datasets_table([made]))
+    show(dataset_record(made), as_json, datasets_table([made]))

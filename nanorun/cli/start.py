@@ -39,11 +39,11 @@ def speedrun(as_json: Json = False) -> None:
 @app.command(epilog=example("nanorun doctor --json"))
 def doctor(as_json: Json = False) -> None:
     """What this machine has and what is missing. Exit code 1 when something needed is missing."""
-    from nanorun import doctor, tables
+    from nanorun import doctor
 
     findings = doctor.examine()
     ready = all(finding.verdict != "missing" for finding in findings)
-    show({"ready": ready, "findings": [vars(f) for f in findings]}, as_json, tables.findings_table(findings))
+    show({"ready": ready, "findings": [vars(f) for f in findings]}, as_json, doctor.findings_table(findings))
     raise typer.Exit(0 if ready else 1)
 
 
@@ -69,7 +69,8 @@ def plan(
 ) -> None:
     """Parameters, tokens, memory, minutes and cost of a run, before anything starts."""
     from nanorun.config import Horizon
-    from nanorun.plan import plan_here, plan_record, plan_table
+    from nanorun.plan.display import plan_record, plan_table
+    from nanorun.plan.estimate import plan_here
 
     horizon = Horizon(ratio, tokens, flops, steps)
     made = plan_here(depth, vocab, context, horizon, batch_tokens, gpu, gpus, device_batch)

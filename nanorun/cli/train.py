@@ -77,7 +77,7 @@ def train_base(
     """Pretrains a model. A run whose folder exists goes on where it stopped."""
     from nanorun import tables
     from nanorun.config import Horizon
-    from nanorun.plan import TooLong
+    from nanorun.plan.estimate import PlanTooLong
     from nanorun.train import base
 
     options = run_options(name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track)
@@ -106,8 +106,8 @@ def train_base(
             train_changes={key: value for key, value in train.items() if value is not None},
         )
     try:
-        summary = base.train_base(config, replace(options, longest_days=None if yes else 1.0))
-    except TooLong as error:
+        summary = base.train_base(config, replace(options, max_days=None if yes else 1.0))
+    except PlanTooLong as error:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
         console.say(str(error))

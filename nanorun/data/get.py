@@ -1,19 +1,20 @@
 """`data get` and `data ls`: datasets by name. The sample world is written here, the others are downloaded."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanorun import home
+from nanorun import console, home
 from nanorun.console import Progress, say
 from nanorun.data import bundle, hub, sample
 from nanorun.data.add import write_dataset
 from nanorun.data.bins import read_bin
 from nanorun.data.dataset import MANIFEST, Dataset, Shard, Split, dataset_names, open_dataset
 from nanorun.errors import UserError
+from nanorun.tables import table
 
 SAMPLE_BYTES = 8_000_000
 # What the speedrun's token shards were made with; text.tokenizer.gpt2_tokenizer has this fingerprint.
@@ -157,3 +158,51 @@ def list_datasets(verify: bool = False) -> tuple[list[Dataset], list[str]]:
         except UserError as error:
             broken.append(str(error))
     return datasets, broken
+
+
+def dataset_record(dataset: Dataset) -> dict[str, Any]:
+    def part(split: Any) -> dict[str, Any]:
+        return {
+            "documents": dataset.total("documents", split),
+            "bytes": dataset.total("text_bytes", split),
+            "tokens": dataset.total("tokens", split),
+            "shards": len(dataset.of(split)),
+        }
+
+    return {
+        "name": dataset.name,
+        "folder": str(dataset.folder),
+        "kind": dataset.kind,
+        "documents": dataset.total("documents"),
+        "bytes": dataset.total("text_bytes"),
+        "shards": len(dataset.shards),
+        "file_bytes": dataset.total("file_bytes"),
+        "train": part("train"),
+        "val": part("val"),
+        "tokenizer": dataset.tokenizer,
+        "source": dataset.source,
+        "created": dataset.created,
+    }
+
+
+def datasets_table(datasets: Sequence[Dataset]) -> str:
+    if not datasets:
+        return f"no data in {home.data_dir()} yet: nanorun data add FILE..., or nanorun data get sample"
+    rows = []
+    for dataset in datasets:
+        for split in ("train", "val"):
+            shards = dataset.of(split)
+            known = all(shard.text_bytes is not None for shard in shards)
+            tokens = sum(shard.tokens for shard in shards)
+            rows.append(
+                [
+                    dataset.name if split == "train" else "",
+                    split,
+                    f"{sum(shard.documents for shard in shards):,}",
+                    f"{sum(shard.text_bytes or 0 for shard in shards):,}" if known else "?",
+                    f"{tokens:,}" if dataset.kind == "bin" else "–",
+                    f"{len(shards):,}",
+                    console.size(sum(shard.file_bytes for shard in shards)),
+                ]
+            )
+    return table(["dataset", "split", "documents", "bytes of text", "tokens", "shards", "on disk"], rows)

@@ -1,18 +1,21 @@
 """Tokenizers and datasets together: `tok train` learns one from a dataset, `tok eval` judges it on another."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from nanorun import home
 from nanorun.console import Progress, say
-from nanorun.data.dataset import Dataset, read_texts
-from nanorun.data.get import newest_text
+from nanorun.data.dataset import Dataset, open_dataset, read_texts
+from nanorun.data.get import make_sample, newest_text
 from nanorun.errors import UserError
 from nanorun.provenance import record
 from nanorun.text.evaluate import evaluate_tokenizers
 from nanorun.text.store import at_hand, open_tokenizer
 from nanorun.text.tokenizer import train_tokenizer
+
+SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB = "sample", "sample", 1024
 
 
 def train_on(
@@ -37,6 +40,40 @@ def train_on(
         "trained_on": dict(tokenizer.trained_on),
         "seconds": round(time.perf_counter() - start, 3),
     }
+
+
+def build_sample() -> None:
+    """The sample world and its tokenizer, whichever is missing: something to train on."""
+    if not has_sample_data():
+        make_sample(name=SAMPLE_DATA, replace=True)
+    if not has_sample_tokenizer():
+        train_sample_tokenizer()
+
+
+def train_sample_tokenizer() -> None:
+    dataset = open_dataset(SAMPLE_DATA)
+    size = dataset.total("text_bytes", "train")
+    train_on(dataset, SAMPLE_VOCAB, name=SAMPLE_TOKENIZER, max_bytes=size, replace=True)
+
+
+def has_sample_data() -> bool:
+    return _is_intact(open_dataset, home.data_dir() / SAMPLE_DATA)
+
+
+def has_sample_tokenizer() -> bool:
+    return _is_intact(open_tokenizer, home.tokenizers_dir() / SAMPLE_TOKENIZER)
+
+
+def _is_intact(open_it: Callable[[str], object], folder: Path) -> bool:
+    """Whether the result is here and valid; a damaged one is made again, since all of it is generated."""
+    if not folder.exists():
+        return False
+    try:
+        open_it(folder.name)
+    except UserError as error:
+        say(f"{error} Making it again.")
+        return False
+    return True
 
 
 def evaluate(names: Iterable[str], data: str | None, max_bytes: int) -> dict[str, Any]:

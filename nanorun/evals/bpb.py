@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nanorun import hardware, memory
+from nanorun import hardware
 from nanorun.config import ModelConfig
 from nanorun.data.dataset import open_dataset
 from nanorun.data.loader import Batch, Loader, to_device
@@ -37,6 +37,7 @@ from nanorun.data.sources import ConversationSource, Source, open_source
 from nanorun.errors import UserError
 from nanorun.infer.load import load_model
 from nanorun.model.loss import IGNORE
+from nanorun.plan import memory
 from nanorun.provenance import record
 from nanorun.text.tokenizer import Tokenizer
 

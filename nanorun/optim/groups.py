@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from nanorun.config import OptimConfig
+from nanorun.config import OptimConfig, largest_divisor
 
 LARGE_NUMEL = 2**20
 STACK_BYTES = 2**28  # largest stack of fp32 matrices that Muon updates at once
@@ -101,8 +101,7 @@ def group_parameters(
 
 def stack_length(matrices: int, numel: int) -> int:
     """How many of `matrices` fp32 matrices Muon stacks: a divisor, so that all stacks are equally long."""
-    most = max(STACK_BYTES // (4 * numel), 1)
-    return next(n for n in range(min(most, matrices), 0, -1) if matrices % n == 0)
+    return largest_divisor(matrices, max(STACK_BYTES // (4 * numel), 1))
 
 
 def split_by_shape(group: ParameterGroup) -> list[ParameterGroup]:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import checkpoint, compiling, hardware, home, memory, plan
-from nanorun.config import Backend, Config, Dtype, Horizon, scale
+from nanorun import checkpoint, compiling, hardware, home
+from nanorun.config import Backend, Config, Dtype, Horizon, largest_divisor, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import Source, open_source
+from nanorun.data.vocabulary import build_sample
 from nanorun.errors import UserError, json_fault
 from nanorun.evals.bpb import bpb_evaluator
 from nanorun.infer.plain import generate
@@ -27,6 +28,7 @@ from nanorun.model.gpt import GPT, build
 from nanorun.model.kernels import ahead, fp8
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
+from nanorun.plan import display, estimate, memory
 from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
@@ -50,7 +52,7 @@ class Options:
     deterministic: bool = False
     track: str | None = None
     samples: int = 10
-    longest_days: float | None = None  # a new run that would take longer by the plan is refused
+    max_days: float | None = None  # a new run that the plan expects to take longer is rejected
 
 
 def configure(
@@ -66,8 +68,6 @@ def configure(
 ) -> Config:
     """The configuration of a depth on the data that is here; the sample world, where there is none at all."""
     if data is None and tokenizer is None and not dataset_names():
-        from nanorun.speedrun import build_sample
-
         say("there is no data here yet: building the sample world")
         build_sample()
     dataset, text = open_dataset(data), open_tokenizer(tokenizer)
@@ -123,8 +123,8 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
         require(options.track)
     begun = not options.fresh and checkpoint.steps(home.runs_dir() / name / "checkpoints")
     made = None if begun else make_plan(config, options)
-    if made is not None and options.longest_days is not None:
-        plan.refuse_longer_than(options.longest_days, made)
+    if made is not None and options.max_days is not None:
+        estimate.check_duration(made, options.max_days)
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
@@ -134,7 +134,7 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
             summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
             return summary
         made = made or make_plan(config, options)
-        planned = plan.plan_record(made)
+        planned = display.plan_record(made)
         write_json(run.folder / "plan.json", planned)
         left = 1 - found.step / config.train.steps if found is not None else 1
         say(
@@ -147,10 +147,10 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
         return finish(training, options, planned)
 
 
-def make_plan(config: Config, options: Options) -> plan.Plan:
+def make_plan(config: Config, options: Options) -> estimate.TrainingPlan:
     """What to expect of this run on this machine, with the validation text that is here."""
-    there = plan.validation_tokens(open_dataset(config.data), open_tokenizer(config.tokenizer))
-    return plan.make_plan(config, device_batch=options.device_batch, validation_tokens=there)
+    there = estimate.validation_tokens(open_dataset(config.data), open_tokenizer(config.tokenizer))
+    return estimate.make_plan(config, device_batch=options.device_batch, validation_tokens=there)
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def assemble(
     recorded = found.state.get("rows") if found is not None else None
     rows = options.device_batch or recorded or memory.micro_batch_rows(config.model, machine)
     per_step = config.train.batch_tokens // config.model.context
-    rows = memory.largest_divisor(per_step, rows)
+    rows = largest_divisor(per_step, rows)
     material = material or text_material(config, tokenizer)
     loader = Loader(
         material.train,
@@ -329,7 +329,7 @@ def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[
     summary["samples"] = sample(
         t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
     )
-    summary["planned"] = plan.compare_with_plan(planned, summary)
+    summary["planned"] = display.compare_with_plan(planned, summary)
     t.run.write_summary(summary)
     plot_loss([(t.run.name, list(read_metrics(t.run.folder)))], t.run.folder / "loss.png")
     return summary
