@@ -28,14 +28,14 @@ def data_get(
 ) -> None:
     """Gets named corpora, or CORE's tasks: the sample world is written here, the others are downloaded (and
     resumed)."""
-    from nanorun.data import get
+    from nanorun.data import bundle, get
 
     named = [name for name in names if name != "core"]
     datasets = [get.get_dataset(name, shards, get.parse_size(size), seed, workers, replace) for name in named]
     records: dict[str, Any] = {"datasets": [get.dataset_record(d) for d in datasets]}
     text = get.datasets_table(datasets) if datasets else ""
     if "core" in names:
-        records["core"] = str(get.get_core_bundle(replace).where)
+        records["core"] = str(bundle.get_core(replace=replace).where)
         text = f"{text}\n\nCORE's tasks are in {records['core']}: nanorun eval core".strip()
     show(records, as_json, text)
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanorun.console import Progress
-from nanorun.data.download import RemoteFile, fetch
-from nanorun.data.web import Backoff, wait_before_retry
+from nanorun.data.download import fetch
 from nanorun.errors import UserError
 from nanorun.home import data_dir
 
@@ -55,20 +54,18 @@ def core_folder() -> Path:
     return data_dir() / "core"
 
 
-def get_core(
-    *, replace: bool = False, bar: Progress | None = None, backoff: Backoff = wait_before_retry
-) -> Bundle:
+def get_core(*, replace: bool = False) -> Bundle:
     """The public CORE bundle in data/core/, downloaded unless it is there. NANORUN_CORE_URL names a mirror.
 
-    The server names no checksum: a zip has one for each of its files, which is compared when the file is read.
+    The server publishes no checksum. The zip holds one for each of its files; all of them are verified.
     """
     url = os.environ.get("NANORUN_CORE_URL") or CORE_URL
-    folder = core_folder()
-    if replace:
-        (folder / _STORED_AS).unlink(missing_ok=True)
-    if not _is_whole(folder / _STORED_AS):
-        fetch(RemoteFile(url, None, None, _STORED_AS), folder, bar=bar, check=_check, backoff=backoff)
-    return open_bundle(folder / _STORED_AS)
+    archive = core_folder() / _STORED_AS
+    if replace or not _is_usable(archive):
+        archive.unlink(missing_ok=True)
+        with Progress("downloading core", None, "B") as bar:
+            fetch(url, archive, check=_check_archive, bar=bar)
+    return open_bundle(archive)
 
 
 def open_bundle(path: Path | None = None) -> Bundle:
@@ -105,19 +102,19 @@ def _archive_in(folder: Path) -> Path | None:
     return next((path for path in sorted(folder.iterdir()) if path.name.endswith(_SUFFIXES)), None)
 
 
-def _is_whole(path: Path) -> bool:
-    if not path.is_file():
-        return False
+def _is_usable(archive: Path) -> bool:
     try:
-        _check(path)
-    except ValueError:
+        return MARKER in open_bundle(archive).names
+    except UserError:
         return False
-    return True
 
 
-def _check(path: Path) -> None:
+def _check_archive(path: Path) -> None:
+    """ValueError unless `path` is a CORE bundle whose files match their checksums."""
     try:
-        open_bundle(path).read(MARKER)
+        bundle = open_bundle(path)
+        for name in bundle.names:
+            bundle.read(name)
     except UserError as error:
         raise ValueError(str(error).rstrip(".")) from error
 

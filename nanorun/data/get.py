@@ -9,7 +9,7 @@ import numpy as np
 
 from nanorun import console, home
 from nanorun.console import Progress, say
-from nanorun.data import bundle, hub, sample
+from nanorun.data import hub, sample
 from nanorun.data.add import write_dataset
 from nanorun.data.bins import read_bin
 from nanorun.data.dataset import MANIFEST, Dataset, Shard, Split, dataset_names, open_dataset
@@ -44,12 +44,6 @@ def get_dataset(
     return _download(name, shards, workers)
 
 
-def get_core_bundle(replace: bool = False) -> bundle.Bundle:
-    """The tasks of `eval core`, which are no text to train on."""
-    with Progress("getting core", None, "B") as bar:
-        return bundle.get_core(bar=bar, replace=replace)
-
-
 def make_sample(
     size: int = SAMPLE_BYTES, seed: int = 0, *, name: str = "sample", replace: bool = False
 ) -> Dataset:
@@ -78,25 +72,25 @@ def _counted(documents: Iterator[str], bar: Progress) -> Iterator[str]:
 
 def _download(name: str, shards: int | None, workers: int) -> Dataset:
     home.make_home()
-    folder = home.data_dir() / name
+    corpus, folder = hub.CORPORA[name], home.data_dir() / name
+    shards = shards or hub.DEFAULT_SHARDS
     known: dict[str, Shard] = {}
     if (folder / MANIFEST).is_file():
-        before_now = open_dataset(name)
-        if len(before_now.of("train")) >= (shards or hub.DEFAULT_SHARDS):
-            say(f"{name} is here already, with {len(before_now.of('train'))} training shards")
-            return before_now
-        known = {shard.file: shard for shard in before_now.shards}
-    with Progress(f"getting {name}", None, "B") as bar:
-        fetched = hub.fetch_corpus(name, shards, workers=workers, folder=folder, bar=bar)
-    describe = _describe_parquet if fetched.kind == "parquet" else _describe_bin
+        existing = open_dataset(name)
+        if len(existing.of("train")) >= shards:
+            say(f"{name} is already here, with {len(existing.of('train'))} training shards")
+            return existing
+        known = {shard.file: shard for shard in existing.shards}
+    describe = _describe_parquet if corpus.kind == "parquet" else _describe_bin
     records = []
-    for path, split in fetched.files:
-        before = known.get(path.name)
-        unchanged = before is not None and before.file_bytes == path.stat().st_size
-        records.append(before if before is not None and unchanged else describe(path, split))
-    source = f"{hub.CORPORA[name].repo} at {hub.endpoint()}"
-    tokenizer = GPT2 if fetched.tokenizer == "gpt2" else None
-    dataset = Dataset(name, folder, fetched.kind, tuple(records), source, tokenizer)
+    for path in hub.fetch_corpus(corpus, shards, folder, workers):
+        shard = known.get(path.name)
+        if shard is None or shard.file_bytes != path.stat().st_size:
+            shard = describe(path, "val" if path.name == corpus.val else "train")
+        records.append(shard)
+    source = f"{corpus.repo} at {hub.endpoint()}"
+    tokenizer = GPT2 if corpus.tokenizer == "gpt2" else None
+    dataset = Dataset(name, folder, corpus.kind, tuple(records), source, tokenizer)
     dataset.save()
     return dataset
 

@@ -4,7 +4,8 @@
     server.script("/a", Act(drop_after=1000), Act(status=503))   # the next two GETs of /a; then it behaves
     server.always["/a"] = Act(ignore_range=True)                  # every GET that has no scripted act
 
-It remembers the requests and counts the body bytes it sent for each path.
+A HEAD or POST request is scripted as "HEAD /a" or "POST /a". POST /a is answered by server.posts["/a"](body).
+It records the requests and counts the body bytes it sent for each path.
 """
 
 import hashlib
@@ -13,10 +14,25 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Self
+
+import pytest
+from huggingface_hub import constants
+
+
+def prepare_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub without a proxy or a token, with short pauses between attempts and a short timeout."""
+    sleep = time.sleep
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 2)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,7 @@ class Act:
 class Seen:
     path: str
     headers: dict[str, str]
+    method: str = "GET"
 
 
 class BadServer:
@@ -49,6 +66,7 @@ class BadServer:
         self.files: dict[str, bytes] = {}
         self.etags: dict[str, str] = {}  # "" sends none; a hash of the content by default
         self.always: dict[str, Act] = {}
+        self.posts: dict[str, Callable[[bytes], bytes]] = {}
         self.seen: list[Seen] = []
         self.sent: dict[str, int] = defaultdict(int)
         self.at_once = self.most_at_once = 0
@@ -67,8 +85,8 @@ class BadServer:
     def script(self, path: str, *acts: Act) -> None:
         self._scripts[path].extend(acts)
 
-    def requests(self, path: str) -> list[Seen]:
-        return [seen for seen in self.seen if seen.path == path]
+    def requests(self, path: str, method: str = "GET") -> list[Seen]:
+        return [seen for seen in self.seen if seen.path == path and seen.method == method]
 
     def etag(self, path: str) -> str:
         return self.etags.get(path, '"' + hashlib.md5(self.files[path]).hexdigest() + '"')
@@ -105,22 +123,38 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        self._answer(self._file)
+
+    def do_HEAD(self) -> None:
+        self._answer(self._file)
+
+    def do_POST(self) -> None:
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(lambda act: self._posted(sent, act))
+
+    def _answer(self, send: Callable[[Act], None]) -> None:
         self.close_connection = True
-        self.bad.seen.append(Seen(self.path, {name.lower(): value for name, value in self.headers.items()}))
-        act = self.bad.next_act(self.path)
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.bad.seen.append(Seen(self.path, headers, self.command))
+        act = self.bad.next_act(self.path if self.command == "GET" else f"{self.command} {self.path}")
         self.bad.busy(+1)
         try:
             self.bad.closing.wait(act.hang)
             if act.status is not None:
                 self._head(act.status, {"Content-Length": "0", **act.headers})
-            elif self.path not in self.bad.files:
+            elif self.path not in (self.bad.posts if self.command == "POST" else self.bad.files):
                 self._head(404, {"Content-Length": "0"})
             else:
-                self._file(act)
+                send(act)
         except OSError:
             pass  # the client left, as killed clients do
         finally:
             self.bad.busy(-1)
+
+    def _posted(self, sent: bytes, act: Act) -> None:
+        body = self.bad.posts[self.path](sent) if act.body is None else act.body
+        self._head(200, {"Content-Length": str(len(body)), **act.headers})
+        self._body(body, act)
 
     def _file(self, act: Act) -> None:
         whole = self.bad.files[self.path] if act.body is None else act.body
@@ -145,8 +179,9 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Transfer-Encoding"] = "chunked"
         elif not act.no_length:
             headers["Content-Length"] = str(len(body))
+        headers["X-Repo-Commit"] = "3" * 40
         self._head(status, {**headers, **act.headers})
-        return self._body(body + act.extra, act)
+        return self._body(body + act.extra, act) if self.command == "GET" else None
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -163,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(piece[: max(0, act.stall_after - at)], act)
                 self.bad.closing.wait(20)
                 return
-            time.sleep(act.pause)
+            self.bad.closing.wait(act.pause)
             self._send(piece, act)
         if act.chunked and act.drop_after is None:
             self.wfile.write(b"0\r\n\r\n")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_server import Act, BadServer
+from bad_server import Act, BadServer, prepare_client
 
 from nanorun.data import bundle as bundles
 from nanorun.data.bundle import core_folder, get_core, open_bundle
@@ -121,7 +121,7 @@ def test_a_zip_whose_bytes_changed_is_found_out_when_it_is_read(folder):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BadServer]:
-    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+    prepare_client(monkeypatch)
     with BadServer() as server:
         monkeypatch.setenv("NANORUN_CORE_URL", server.url + "/eval_bundle.zip")
         yield server
@@ -130,7 +130,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BadServer]:
 def test_the_public_bundle_is_fetched_once_through_dropped_connections(home, server):
     server.files["/eval_bundle.zip"] = zipped()
     server.script("/eval_bundle.zip", Act(drop_after=100), Act(status=503))
-    first = get_core(backoff=lambda failures, after: 0.0)
+    first = get_core()
     asked = len(server.seen)
     assert first.read("core.yaml") == FILES["core.yaml"]
     assert get_core().where == open_bundle().where == core_folder() / "eval_bundle.zip"
@@ -141,7 +141,7 @@ def test_the_public_bundle_is_fetched_once_through_dropped_connections(home, ser
 
 def test_what_the_server_sends_must_be_a_bundle(home, server):
     server.files["/eval_bundle.zip"] = b"<html>not found</html>"
-    with pytest.raises(UserError, match="arrived whole but cannot be used"):
+    with pytest.raises(UserError, match="downloaded twice and cannot be used"):
         get_core()
     assert not (core_folder() / "eval_bundle.zip").exists()
 

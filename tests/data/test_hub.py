@@ -1,8 +1,10 @@
-"""The named corpora, from a hub that lists, pages, lies and falls silent."""
+"""The named corpora, downloaded by huggingface_hub from a hub that drops, lies and falls silent."""
 
 import hashlib
 import io
 import json
+import shutil
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from bad_server import Act, BadServer
+from bad_server import Act, BadServer, prepare_client
 
-from nanorun.data import hub
 from nanorun.data.dataset import open_dataset, read_texts
 from nanorun.data.get import GPT2, get_dataset
-from nanorun.data.hub import CORPORA, Fetched, check_bin, check_parquet, fetch_corpus, plan
+from nanorun.data.hub import CORPORA, check_bin, check_parquet, fetch_corpus, list_files
 from nanorun.data.sources import open_source
-from nanorun.data.web import Session
 from nanorun.errors import UserError
 from nanorun.text.tokenizer import gpt2_tokenizer
 
-VAL = {name: corpus.val for name, corpus in CORPORA.items()}
+CLIMBMIX = CORPORA["climbmix"]
 
 
 def parquet(number: int, column: str = "text", rows: int = 20) -> bytes:
@@ -43,11 +43,13 @@ class Hub:
 
     def __init__(self, server: BadServer, name: str) -> None:
         self.server, self.repo = server, CORPORA[name].repo
-        self.entries: list[Any] = [{"type": "directory", "path": "extra", "size": 0, "oid": "1" * 40}]
+        self.entries: dict[str, Any] = {}
+        self.paths_info = f"/api/datasets/{self.repo}/paths-info/main"
+        server.posts[self.paths_info] = self.describe
 
-    @property
-    def listing(self) -> str:
-        return f"/api/datasets/{self.repo}/tree/main?recursive=1"
+    def describe(self, form: bytes) -> bytes:
+        wanted = urllib.parse.parse_qs(form.decode())["paths"]
+        return json.dumps([self.entries[path] for path in wanted if path in self.entries]).encode()
 
     def resolve(self, path: str) -> str:
         return f"/datasets/{self.repo}/resolve/main/{path}"
@@ -56,17 +58,7 @@ class Hub:
         self.server.files[self.resolve(path)] = content
         lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
         entry = {"type": "file", "path": path, "size": len(content), "oid": "2" * 40, "lfs": lfs}
-        self.entries.append(entry | changes)
-
-    def publish(self, per_page: int = 1000) -> None:
-        pages = [self.entries[i : i + per_page] for i in range(0, len(self.entries), per_page)]
-        for number, page in enumerate(pages):
-            here = self.listing + (f"&cursor=page{number}" if number else "")
-            self.server.files[here] = json.dumps(page).encode()
-            if number + 1 < len(pages):
-                # As a mirror does that passes the original hub's links on.
-                following = f"https://huggingface.co{self.listing}&cursor=page{number + 1}"
-                self.server.always[here] = Act(headers={"Link": f'<{following}>; rel="next"'})
+        self.entries[path] = entry | changes
 
     def fetched(self) -> set[str]:
         return {seen.path.rpartition("/")[2] for seen in self.server.seen if "/resolve/" in seen.path}
@@ -74,8 +66,7 @@ class Hub:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BadServer]:
-    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    prepare_client(monkeypatch)
     with BadServer() as server:
         monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
         yield server
@@ -84,54 +75,35 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[BadServer]:
 @pytest.fixture
 def climbmix(server: BadServer) -> Hub:
     repo = Hub(server, "climbmix")
-    repo.add(".gitattributes", b"*.parquet filter=lfs", lfs=None)
-    repo.add(VAL["climbmix"], parquet(6542))
-    for number in reversed(range(12)):
+    repo.add(CLIMBMIX.val, parquet(6542))
+    for number in range(12):
         repo.add(f"shard_{number:05d}.parquet", parquet(number))
-    repo.publish(per_page=5)
     return repo
 
 
-def get(name: str, shards: int | None = None, **options: Any) -> Fetched:
-    return fetch_corpus(name, shards, **{"timeout": 2.0, "backoff": lambda failures, after: 0.0, **options})
+def get(name: str, shards: int, home: Path, workers: int = 4) -> list[Path]:
+    return fetch_corpus(CORPORA[name], shards, home / "data" / name, workers)
 
 
-def shard_names(paths: tuple[Path, ...]) -> list[str]:
+def shard_names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-def test_a_plan_names_the_first_shards_and_the_validation_shard_with_size_and_checksum(climbmix: Hub) -> None:
-    wanted = plan("climbmix", 3)
-    assert [file.path for file in wanted.train] == [f"shard_{i:05d}.parquet" for i in range(3)]
-    assert wanted.val.path == "shard_06542.parquet"
-    assert len(wanted.available) == 12
-    assert wanted.val not in wanted.available
-    for file in wanted.files:
-        content = climbmix.server.files[climbmix.resolve(file.path)]
-        assert (file.size, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-        assert file.url == climbmix.server.url + climbmix.resolve(file.path)
-    assert wanted.size == sum(file.size or 0 for file in wanted.files)
-    assert len(plan("climbmix").train) == 8
-    assert not climbmix.fetched()
+def visible(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".lock"}
 
 
-def test_a_corpus_arrives_and_grows_and_never_shrinks(climbmix: Hub, home: Path) -> None:
-    first = get("climbmix", 4)
-    assert first.folder == home / "data" / "climbmix"
-    assert shard_names(first.train) == [f"shard_{i:05d}.parquet" for i in range(4)]
-    assert shard_names(first.val) == ["shard_06542.parquet"]
-    assert (first.kind, first.tokenizer) == ("parquet", None)
-    assert first.files[-1] == (first.val[0], "val")
-    assert len(first.files) == 5
-    assert pyarrow.parquet.read_table(first.train[2])["text"][1].as_py() == "document 1 of shard 2"
+def test_a_corpus_arrives_and_grows(climbmix: Hub, home: Path) -> None:
+    first = get("climbmix", 4, home)
+    assert shard_names(first) == [*(f"shard_{i:05d}.parquet" for i in range(4)), "shard_06542.parquet"]
+    assert pyarrow.parquet.read_table(first[2])["text"][1].as_py() == "document 1 of shard 2"
     climbmix.server.seen.clear()
-    second = get("climbmix", 8)
+    second = get("climbmix", 8, home)
     assert climbmix.fetched() == {f"shard_{i:05d}.parquet" for i in range(4, 8)}
-    assert len(second.train) == 8
     climbmix.server.seen.clear()
-    assert get("climbmix", 2) == second
+    assert get("climbmix", 2, home) == [*second[:2], second[-1]]
     assert not climbmix.fetched()
-    assert {path.name for path in second.folder.iterdir()} == {path.name for path, _ in second.files}
+    assert visible(home / "data" / "climbmix") == set(shard_names(second)), "fewer shards remove none"
 
 
 def test_tokens_of_gpt2_arrive(server: BadServer, home: Path) -> None:
@@ -139,11 +111,18 @@ def test_tokens_of_gpt2_arrive(server: BadServer, home: Path) -> None:
     repo.add("fineweb_val_000000.bin", token_shard(100))
     for number in (1, 2, 3):
         repo.add(f"fineweb_train_{number:06d}.bin", token_shard(1000 + number))
-    repo.publish()
-    corpus = get("fineweb10B", 2)
-    assert shard_names(corpus.train) == ["fineweb_train_000001.bin", "fineweb_train_000002.bin"]
-    assert shard_names(corpus.val) == ["fineweb_val_000000.bin"]
-    assert (corpus.kind, corpus.tokenizer) == ("bin", "gpt2")
+    names = ["fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin"]
+    assert shard_names(get("fineweb10B", 2, home)) == names
+
+
+def test_many_shards_are_listed_in_several_requests(server: BadServer) -> None:
+    repo = Hub(server, "climbmix")
+    names = CLIMBMIX.train_files(1200)
+    for name in names:
+        repo.add(name, name.encode())
+    files = list_files(CLIMBMIX, names)
+    assert [file.path for file in files] == names
+    assert len(server.requests(repo.paths_info, "POST")) == 3
 
 
 def test_a_corpus_becomes_a_dataset_that_grows_and_is_used_offline(climbmix: Hub, home: Path) -> None:
@@ -163,7 +142,6 @@ def test_the_speedruns_tokens_become_a_dataset_of_gpt2(server: BadServer, home: 
     repo = Hub(server, "fineweb10B")
     repo.add("fineweb_val_000000.bin", token_shard(60_000))
     repo.add("fineweb_train_000001.bin", token_shard(65_000))
-    repo.publish()
     dataset = get_dataset("fineweb10B", 1, sample_bytes=0, seed=0, workers=1)
     assert dataset.tokenizer is not None
     assert (dataset.kind, dataset.tokenizer["bos"], dataset.total("tokens", "train")) == (
@@ -180,141 +158,176 @@ def test_the_fingerprint_kept_for_gpt2_is_that_of_its_ranks(shared_data: Path) -
 
 def test_the_corpora_are_what_the_readme_of_each_says() -> None:
     assert set(CORPORA) == {"climbmix", "fineweb-edu", "fineweb10B"}
-    assert CORPORA["fineweb-edu"].val == "shard_01822.parquet"
+    for corpus in CORPORA.values():
+        assert corpus.val not in corpus.train_files(corpus.shards), "validation text is never trained on"
+    assert CORPORA["climbmix"].train_files(6542)[-1] == "shard_06541.parquet"
+    assert CORPORA["fineweb-edu"].train_files(1822)[-1] == "shard_01821.parquet"
+    assert CORPORA["fineweb10B"].train_files(103)[-1] == "fineweb_train_000103.bin"
 
 
 def test_downloads_survive_drops_and_wrong_bytes(climbmix: Hub, home: Path) -> None:
     for number in range(8):
         climbmix.server.script(climbmix.resolve(f"shard_{number:05d}.parquet"), Act(drop_after=100 * number))
-    climbmix.server.script(
-        climbmix.resolve(VAL["climbmix"]), Act(corrupt=True), Act(drop_after=7), Act(status=503)
-    )
-    climbmix.server.script(climbmix.listing, Act(status=503), Act(drop_after=20))
-    corpus = get("climbmix", 8)
-    for path, _ in corpus.files:
+    val = climbmix.resolve(CLIMBMIX.val)
+    climbmix.server.script(val, Act(corrupt=True), Act(drop_after=7), Act(status=503), Act(status=429))
+    climbmix.server.script(f"HEAD {val}", Act(status=503), Act(status=429), Act(status=502))
+    climbmix.server.script(f"POST {climbmix.paths_info}", Act(status=503), Act(drop_after=20))
+    for path in get("climbmix", 8, home):
         assert path.read_bytes() == climbmix.server.files[climbmix.resolve(path.name)]
 
 
-def test_an_interrupted_corpus_shows_no_incomplete_shard(climbmix: Hub, home: Path) -> None:
-    climbmix.server.always[climbmix.resolve("shard_00002.parquet")] = Act(corrupt=True)
-    with pytest.raises(UserError, match="wrong bytes"):
-        get("climbmix", 4)
-    folder = home / "data" / "climbmix"
-    assert "shard_00002.parquet" not in {path.name for path in folder.iterdir()}
-    del climbmix.server.always[climbmix.resolve("shard_00002.parquet")]
-    assert len(get("climbmix", 4).train) == 4
-
-
-def test_the_token_is_sent_and_never_to_the_host_of_a_next_link(
-    climbmix: Hub, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", " hf_secret\n")
-    get("climbmix", 1)
-    assert climbmix.server.seen
-    assert {seen.headers.get("authorization") for seen in climbmix.server.seen} == {"Bearer hf_secret"}
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"'climbmux': choose one of climbmix, fineweb-edu, fineweb10B\."):
-        plan("climbmux", 1)
+def test_a_dropped_connection_is_resumed_within_a_shard(server: BadServer, home: Path) -> None:
+    repo = Hub(server, "fineweb10B")
+    repo.add("fineweb_val_000000.bin", token_shard(60_000))
+    repo.add("fineweb_train_000001.bin", token_shard(60_000))
+    path = repo.resolve("fineweb_train_000001.bin")
+    server.script(path, Act(drop_after=50_000), Act(drop_after=40_000))
+    get("fineweb10B", 1, home)
+    assert [seen.headers.get("range") for seen in server.requests(path)] == [
+        None,
+        "bytes=50000-",
+        "bytes=90000-",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("shards", "message"), [(0, "at least 1"), (-1, "at least 1"), (13, "12 training shards")]
+    ("act", "message"),
+    [(Act(corrupt=True), "wrong bytes"), (Act(body=b"<html>"), "size"), (Act(status=404), "not found")],
+    ids=["corrupt", "another length", "gone"],
 )
-def test_an_impossible_number_of_shards_is_refused(climbmix: Hub, shards: int, message: str) -> None:
+def test_a_failed_shard_is_never_visible_and_the_others_stay(
+    climbmix: Hub, home: Path, act: Act, message: str
+) -> None:
+    bad = climbmix.resolve("shard_00003.parquet")
+    climbmix.server.always[bad] = act
+    with pytest.raises(UserError, match=message) as failure:
+        get("climbmix", 4, home, workers=1)
+    assert "\n" not in str(failure.value)
+    folder = home / "data" / "climbmix"
+    assert {f"shard_{i:05d}.parquet" for i in range(3)} == visible(folder) - {".download"}
+    del climbmix.server.always[bad]
+    climbmix.server.seen.clear()
+    get("climbmix", 4, home)
+    assert climbmix.fetched() == {"shard_00003.parquet", "shard_06542.parquet"}
+
+
+def test_files_of_a_killed_process_are_cleared_and_shards_downloaded_in_parallel(
+    climbmix: Hub, home: Path
+) -> None:
+    left = home / "data" / "climbmix" / ".download" / ".cache" / "huggingface" / "download"
+    left.mkdir(parents=True)
+    (left / "shard_00000.parquet.abc.incomplete").write_bytes(b"partial")
+    (home / "data" / "climbmix" / "shard_00001.parquet").write_bytes(b"another length")
+    for number in range(8):
+        climbmix.server.always[climbmix.resolve(f"shard_{number:05d}.parquet")] = Act(hang=0.1)
+    paths = get("climbmix", 8, home)
+    assert visible(home / "data" / "climbmix") == set(shard_names(paths))
+    assert paths[1].read_bytes() == climbmix.server.files[climbmix.resolve("shard_00001.parquet")]
+    assert 2 <= climbmix.server.most_at_once <= 8
+
+
+def test_the_token_is_sent_to_the_hub_and_not_to_its_storage(
+    climbmix: Hub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", " hf_secret\n")
+    shard = climbmix.resolve("shard_00000.parquet")
+    content = climbmix.server.files[shard]
+    with BadServer() as storage:
+        storage.files["/blob"] = content
+        redirect = {
+            "Location": f"{storage.url.replace('127.0.0.1', 'localhost')}/blob",  # another host
+            "X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "X-Linked-Size": str(len(content)),
+            "X-Repo-Commit": "3" * 40,
+        }
+        climbmix.server.always[f"HEAD {shard}"] = Act(status=302, headers=redirect)
+        get("climbmix", 1, home)
+        assert {seen.headers.get("authorization") for seen in storage.seen} == {None}
+    assert {seen.headers.get("authorization") for seen in climbmix.server.seen} == {"Bearer hf_secret"}
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"), [(-1, "out of range"), (0, "out of range"), (6543, "6542 training shards")]
+)
+def test_an_impossible_number_of_shards_is_refused(
+    climbmix: Hub, home: Path, shards: int, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        plan("climbmix", shards)
+        get("climbmix", shards, home)
+
+
+def test_a_hub_without_a_shard_is_refused_before_any_download(climbmix: Hub, home: Path) -> None:
+    with pytest.raises(UserError, match=r"has no shard_00012\.parquet"):
+        get("climbmix", 13, home)
+    assert not climbmix.fetched()
+
+
+def test_too_little_space_is_reported_before_any_download(
+    climbmix: Hub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(home)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UserError, match="only 1 kB are free"):
+        get("climbmix", 2, home)
+    assert not climbmix.fetched()
 
 
 def test_a_dead_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    prepare_client(monkeypatch)
     with BadServer() as gone:
         url = gone.url
     monkeypatch.setenv("HF_ENDPOINT", url)
-    with pytest.raises(UserError, match=r"connection to 127\.0\.0\.1:\d+ failed.*HF_ENDPOINT") as failure:
-        get("climbmix", 1)
+    with pytest.raises(UserError, match=r"connection failed .*HF_ENDPOINT") as failure:
+        get("climbmix", 1, home)
     assert "\n" not in str(failure.value)
     assert not (home / "data").exists()
     for nonsense in ("huggingface.co", "ftp://huggingface.co", "https://"):
         monkeypatch.setenv("HF_ENDPOINT", nonsense)
         with pytest.raises(UserError, match="HF_ENDPOINT is"):
-            get("climbmix", 1)
+            get("climbmix", 1, home)
 
 
 @pytest.mark.parametrize(("status", "advice"), [(401, "HF_TOKEN"), (404, "check the name")])
 def test_a_hub_that_refuses_says_what_to_do(climbmix: Hub, home: Path, status: int, advice: str) -> None:
-    climbmix.server.script(climbmix.listing, Act(status=status))
+    climbmix.server.script(f"POST {climbmix.paths_info}", Act(status=status))
     with pytest.raises(UserError, match=advice):
-        get("climbmix", 1)
+        get("climbmix", 1, home)
 
 
 @pytest.mark.parametrize(
-    "body", [b"<html>log in</html>", b"{}", b'["a"]', b"\xff\xfe", b"[" * 100_000], ids=range(5)
+    "body", [b"<html>log in</html>", b"{}", b'["a"]', b"\xff\xfe", b"[" * 100_000, b"7"], ids=range(6)
 )
-def test_a_listing_that_is_none_is_one_sentence(climbmix: Hub, home: Path, body: bytes) -> None:
-    climbmix.server.script(climbmix.listing, Act(body=body))
-    with pytest.raises(UserError, match="did not answer with a list of files"):
-        get("climbmix", 1)
-
-
-@pytest.mark.parametrize("path", ["../../shard_00000.parquet", "/etc/passwd", "a\\b", "a/../../b", ""])
-def test_a_listing_with_malicious_paths_is_refused_whole(climbmix: Hub, home: Path, path: str) -> None:
-    climbmix.entries.append({"type": "file", "path": path, "size": 5})
-    climbmix.publish()
-    climbmix.server.always.clear()
-    with pytest.raises(UserError, match="not a plain relative path"):
-        get("climbmix", 1)
+def test_a_malformed_listing_is_one_sentence(climbmix: Hub, home: Path, body: bytes) -> None:
+    climbmix.server.always[f"POST {climbmix.paths_info}"] = Act(body=body)
+    with pytest.raises(
+        UserError, match=r"not the response of a Hugging Face hub|has no shard_00000"
+    ) as failure:
+        get("climbmix", 1, home)
+    assert "\n" not in str(failure.value)
     assert not (home / "data").exists()
 
 
-@pytest.mark.parametrize(
-    "change", [{"path": 7}, {"size": -1}, {"size": "12"}, {"size": None}, {"size": True}]
-)
-def test_a_listing_without_proper_names_and_sizes_is_refused(
-    climbmix: Hub, home: Path, change: dict[str, Any]
-) -> None:
-    climbmix.entries.append({"type": "file", "path": "x", "size": 5} | change)
-    climbmix.publish()
-    climbmix.server.always.clear()
-    with pytest.raises(UserError, match="without a proper name and size"):
-        get("climbmix", 1)
+@pytest.mark.parametrize("change", [{"size": -1}, {"size": "12"}, {"size": None}, {"size": True}])
+def test_a_listing_without_proper_sizes_is_refused(climbmix: Hub, home: Path, change: dict[str, Any]) -> None:
+    climbmix.add("shard_00000.parquet", parquet(0), **change)
+    with pytest.raises(UserError, match="not the response of a Hugging Face hub"):
+        get("climbmix", 1, home)
 
 
-def test_a_listing_without_end_or_too_long_is_refused(climbmix: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    circle = f'<{climbmix.server.url}{climbmix.listing}>; rel="next"'
-    climbmix.server.always[climbmix.listing] = Act(headers={"Link": circle})
-    monkeypatch.setattr(hub, "_MOST_PAGES", 20)
-    with pytest.raises(UserError, match="does not end"):
-        plan("climbmix", 1)
-    monkeypatch.setattr(hub, "_MOST_FILES", 10)
-    with pytest.raises(UserError, match="more than 10 files"):
-        plan("climbmix", 1)
-    monkeypatch.setattr(hub, "_PAGE_BYTES", 100)
-    with pytest.raises(UserError, match="not a listing"):
-        plan("climbmix", 1)
+def test_files_that_were_not_asked_for_are_ignored(climbmix: Hub, home: Path) -> None:
+    evil = {"type": "file", "path": "../../evil", "size": 5, "oid": "2" * 40}
+    wanted = [evil, *climbmix.entries.values()]
+    climbmix.server.posts[climbmix.paths_info] = lambda form: json.dumps(wanted).encode()
+    assert len(get("climbmix", 1, home)) == 2
+    assert not (home / "evil").exists()
 
 
-def test_a_file_listed_twice_is_taken_once(climbmix: Hub, home: Path) -> None:
-    climbmix.entries.append(climbmix.entries[-1])
-    climbmix.publish()
-    climbmix.server.always.clear()
-    assert len(get("climbmix", 2).train) == 2
-
-
-def test_a_hub_without_the_validation_shard_is_refused(server: BadServer, home: Path) -> None:
-    repo = Hub(server, "climbmix")
-    repo.add("shard_00000.parquet", parquet(0))
-    repo.publish()
-    with pytest.raises(UserError, match=r"lists no shard_06542\.parquet"):
-        get("climbmix", 1)
-
-
-def test_names_are_quoted_in_addresses(server: BadServer) -> None:
-    repo = Hub(server, "climbmix")
-    repo.add("a b/ü#?.txt", b"")
-    repo.publish()
-    (file,) = hub.list_files(repo.repo, "main", Session())
-    assert file.url.endswith("/resolve/main/a%20b/%C3%BC%23%3F.txt")
+def test_a_server_that_is_no_hub_is_one_sentence(climbmix: Hub, home: Path) -> None:
+    head = f"HEAD {climbmix.resolve('shard_00000.parquet')}"
+    climbmix.server.always[head] = Act(status=200)  # without the headers of a hub
+    with pytest.raises(UserError, match="X-Repo-Commit") as failure:
+        get("climbmix", 1, home)
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -328,14 +341,11 @@ def test_names_are_quoted_in_addresses(server: BadServer) -> None:
     ],
 )
 def test_a_shard_that_is_no_parquet_of_texts_is_never_visible(
-    server: BadServer, home: Path, content: bytes, reason: str
+    climbmix: Hub, home: Path, content: bytes, reason: str
 ) -> None:
-    repo = Hub(server, "climbmix")
-    repo.add(VAL["climbmix"], parquet(6542))
-    repo.add("shard_00000.parquet", content)
-    repo.publish()
+    climbmix.add("shard_00000.parquet", content)
     with pytest.raises(UserError, match=f"cannot be used: .*{reason}"):
-        get("climbmix", 1)
+        get("climbmix", 1, home)
     assert not (home / "data" / "climbmix" / "shard_00000.parquet").exists()
 
 
