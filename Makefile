@@ -1,22 +1,30 @@
 # make speedrun   see it work: from nothing to a small chat model, in minutes on two CPU cores
-# make test       lint, types and every test that this machine can run
-# make test-gpu   the GPU tests, by the environment of make test or else python3; installs nothing; JOBS=1: one by one
-# make lint       ruff and mypy alone;  make format: let ruff arrange the code
+# make check      lint, types and the most valuable tests, in less than 2 minutes
+# make test       lint, types and all but the slow tests, in less than 15 minutes on two cores
+# make test-all   make test, then the slow tests (make test-slow), in less than an hour
+# make test-gpu   GPU tests, with .venv if make test made it, else python3; installs nothing; JOBS=1: one at a time
+# make lint       ruff, mypy and the import rules;  make format: ruff formats and fixes
 # make clean      remove the virtual environment and caches (never your data)
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-# Most of a GPU test is compiling on a CPU: four files at a time, those that take longest first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What make check runs: a training step, resume, sampling and serving in small, the command line, the docs.
+CHECK := tests/test_docs.py
+
+# A GPU test spends most of its time compiling on the CPU: four files at a time, the longest first.
 JOBS      ?= 4
 LONG      := $(patsubst %,tests/gpu/test_%_on_gpu.py,killed_runs training fp8 micro)
 GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/installed-dev)),$(BIN)/python,$(PYTHON))
 GPU_TESTS := $(LONG) $(filter-out $(LONG),$(wildcard tests/gpu/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help speedrun test test-gpu lint format clean
+.PHONY: help speedrun check test test-slow test-all test-gpu lint format clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -24,11 +32,17 @@ help:
 speedrun: $(VENV)/installed
 	$(BIN)/nanorun speedrun
 
-test: $(VENV)/installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+check: lint
+	$(PYTEST) -q $(CHECK)
+
+test: lint
+	$(PYTEST)
+
+test-slow: $(VENV)/installed-dev
+	$(PYTEST) -m slow
+
+test-all: test
+	@$(MAKE) --no-print-directory test-slow
 
 test-gpu:
 	@$(GPU_PYTHON) -c "import torch, pytest" 2>/dev/null || \
@@ -42,6 +56,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
@@ -56,11 +71,11 @@ $(BIN)/python:
 	@echo "creating $(VENV) and installing nanorun into it (a minute or two, once)"
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP) -e '.[serve]'
 	@touch $@
 
-$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/installed-dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	@# a CPU build of torch brings no Triton; with it, the kernels' tests run through its interpreter
 	@$(BIN)/python -c 'import triton' 2>/dev/null || \
