@@ -17,7 +17,7 @@ import torch
 from nanorun.config import Config, OptimConfig, TrainConfig, scale_model
 from nanorun.model.gpt import GPT, build
 from nanorun.runs import Run
-from nanorun.tasks.task import said
+from nanorun.tasks.task import reply_text
 from nanorun.text.chat import render
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -47,7 +47,7 @@ class Echo:
         return asked[0]
 
     def reward(self, index, reply):
-        return float(said(reply) == self.right(self.asked[index]))
+        return float(reply_text(reply) == self.right(self.asked[index]))
 
 
 class Spell(Echo):
@@ -58,7 +58,7 @@ class Spell(Echo):
 
     def reward(self, index, reply):
         wanted = self.right(self.asked[index])
-        got = said(reply)
+        got = reply_text(reply)
         return sum(a == b for a, b in zip(wanted, got, strict=False)) / 3 if len(got) == 3 else 0.0
 
 
@@ -81,7 +81,7 @@ class Sum(Echo):
         return [part("python", code), part("output", total), part("text", total)]
 
     def reward(self, index, reply):
-        return float(said(reply) == self.right(self.asked[index])[2]["text"])
+        return float(reply_text(reply) == self.right(self.asked[index])[2]["text"])
 
 
 class Sandboxed(Echo):

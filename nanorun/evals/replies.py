@@ -21,7 +21,7 @@ from nanorun.config import ModelConfig
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.model.gpt import GPT
 from nanorun.model.loss import IGNORE
-from nanorun.tasks.task import Conversation, Task, question
+from nanorun.tasks.task import Conversation, Task, question_messages
 from nanorun.text.chat import Part, parse_reply, render_prompt
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.tools.calls import ToolState
@@ -88,7 +88,7 @@ def answer_task(
 
 def prompt_of(conversation: Conversation, tokenizer: Tokenizer, context: int, max_tokens: int) -> list[int]:
     """The question as tokens; one too long for the context and an answer loses its beginning."""
-    ids = render_prompt(question(conversation), tokenizer)
+    ids = render_prompt(question_messages(conversation), tokenizer)
     most = context - min(max_tokens, context // 2)
     return ids if len(ids) <= most else [tokenizer.bos, *ids[len(ids) - most + 1 :]]
 
@@ -122,7 +122,7 @@ def seed_of(*parts: object) -> int:
 
 def asked(conversation: Conversation) -> str:
     """A question as a person reads it."""
-    messages = question(conversation)
+    messages = question_messages(conversation)
     texts = [_text(message["content"]) for message in messages]
     if len(messages) == 1:
         return texts[0]

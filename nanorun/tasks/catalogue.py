@@ -1,9 +1,9 @@
-"""Tasks by name. The files of public ones are looked for in one folder, `tasks/` in the home unless told otherwise.
+"""Tasks by name. The files of public ones are in one folder, `tasks/` in the home unless told otherwise.
 
 arc-easy arc-challenge mmlu gsm8k humaneval spelling    public: docs/tasks.md says where to get them
-sample-facts sample-sums sample-spelling sample-counting sample-chat    the sample world's, always here
-talk.jsonl, folder/ or talk.parquet                     conversations of yours
-my_task.py or my_task.py:Riddles                        a task of yours, if the command line named it
+sample-facts sample-sums sample-spelling sample-counting sample-chat    the sample world, always available
+talk.jsonl, folder/ or talk.parquet                     your own conversations
+my_task.py or my_task.py:Riddles                        your own task, if the command line names it
 """
 
 from collections.abc import Callable, Collection
@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import cast
 
 from nanorun import home
+from nanorun.data.readers import file_kind, read_records
 from nanorun.errors import UserError
 from nanorun.tasks import user_code
-from nanorun.tasks.arc import arc
-from nanorun.tasks.chat_file import ChatFile
-from nanorun.tasks.files import NotHere
 from nanorun.tasks.gsm8k import Gsm8k
 from nanorun.tasks.humaneval import HumanEval
-from nanorun.tasks.lantern_isles import TASKS as SAMPLE_TASKS
-from nanorun.tasks.lantern_isles import SampleQuestions, sample_chat
-from nanorun.tasks.mmlu import mmlu
+from nanorun.tasks.multiple_choice import arc, mmlu
+from nanorun.tasks.sample import TASKS as SAMPLE_TASKS
+from nanorun.tasks.sample import SampleQuestions, sample_chat
 from nanorun.tasks.spelling import SpellingBee
-from nanorun.tasks.task import Examples, Task
+from nanorun.tasks.task import Conversation, ConversationList, Examples, Task, TaskFilesMissing, find_files
+from nanorun.text.chat import check_messages
 
 PUBLIC: dict[str, Callable[[Path, str], Examples]] = {
     "arc-easy": lambda where, split: arc(where, "easy", split),
@@ -33,7 +32,7 @@ PUBLIC: dict[str, Callable[[Path, str], Examples]] = {
     "spelling": lambda where, split: _spelling(where, split),
 }
 NEED_NO_FILES = {*SAMPLE_TASKS, "sample-chat", "spelling"}
-CHATCORE = ("arc-easy", "arc-challenge", "mmlu", "gsm8k", "humaneval", "spelling")
+CHATCORE = tuple(PUBLIC)
 
 
 def tasks_dir() -> Path:
@@ -43,7 +42,7 @@ def tasks_dir() -> Path:
 def open_examples(
     spec: str, split: str = "train", folder: Path | None = None, trusted: Collection[str] = ()
 ) -> Examples:
-    """What a name, a file or a trusted piece of code stands for. `folder` holds the public tasks' files."""
+    """Opens a name, a file or a trusted piece of code. `folder` holds the public tasks' files."""
     if spec in PUBLIC:
         return PUBLIC[spec](folder or tasks_dir(), split)
     if spec in SAMPLE_TASKS:
@@ -51,13 +50,13 @@ def open_examples(
     if spec == "sample-chat":
         return sample_chat(split)
     if user_code.is_code(spec):
-        if user_code.absolute(spec) not in map(user_code.absolute, trusted):
+        if user_code.absolute_spec(spec) not in map(user_code.absolute_spec, trusted):
             raise UserError(f"{spec} is code, which runs only when you say so: add --task {spec}.")
-        return user_code.load(spec, split)
+        return user_code.load_task(spec, split)
     if Path(spec).exists() or Path(spec).suffix in (".jsonl", ".parquet"):
-        return ChatFile(Path(spec))
+        return read_conversations(Path(spec))
     if spec.startswith("chat:"):  # conversations among the public tasks' files, by the name of their file
-        return ChatFile(folder or tasks_dir(), spec.removeprefix("chat:"), spec.removeprefix("chat:"))
+        return read_conversations(folder or tasks_dir(), spec.removeprefix("chat:"))
     known = ", ".join([*PUBLIC, *SAMPLE_TASKS, "sample-chat"])
     raise UserError(
         f"There is no task '{spec}': name one of {known}, a .jsonl of conversations, or a .py file."
@@ -67,16 +66,43 @@ def open_examples(
 def open_task(
     spec: str, split: str = "test", folder: Path | None = None, trusted: Collection[str] = ()
 ) -> Task:
-    """Examples that can be judged, too."""
+    """Examples with a reward."""
     examples = open_examples(spec, split, folder, trusted)
     if not hasattr(examples, "reward"):
-        raise UserError(f"{spec} has nothing to judge answers by (no `reward`): it can only be learned from.")
+        raise UserError(f"{spec} has nothing to judge answers by (no `reward`): it can only be trained on.")
     return cast(Task, examples)
 
 
 def _spelling(where: Path, split: str) -> Examples:
-    """With the folder's list of words, or, where there is none, the common words that nanorun knows."""
+    """With the folder's word list or, without one, nanorun's common words."""
     try:
         return SpellingBee(where, split)
-    except NotHere:
+    except TaskFilesMissing:
         return SpellingBee(None, split)
+
+
+def read_conversations(where: Path, pattern: str | None = None) -> ConversationList:
+    """Conversations from a file, or from all readable files below a folder that match `pattern`, sorted by name.
+
+    A line of jsonl or a row of parquet is {"messages": [{"role": ..., "content": ...}, ...]}, as in the hub's
+    instruction data (SmolTalk and others).
+    """
+    if not where.exists():
+        raise TaskFilesMissing(f"There is no file {where}: check the name and the current folder.")
+    files = find_files(where, [f"{pattern or '*'}.*"], f"conversations ('{pattern or '*'}'):")
+    readable = [path for path in files if file_kind(path)[0] in ("jsonl", "parquet")]
+    if not readable:
+        raise UserError(f'{files[0]} must be .jsonl or .parquet with "messages": convert it.')
+    conversations: list[Conversation] = []
+    for path in readable:
+        for place, record in read_records(path):
+            try:
+                if not isinstance(record, dict) or "messages" not in record:
+                    raise UserError('it has no "messages".')
+                check_messages(record["messages"])
+            except UserError as error:
+                raise UserError(f"{place[0].upper()}{place[1:]} is not a conversation: {error}") from error
+            conversations.append({"messages": record["messages"]})
+    if not conversations:
+        raise UserError(f"{where} holds no conversations.")
+    return ConversationList(pattern or where.name.split(".")[0], conversations)

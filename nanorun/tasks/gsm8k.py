@@ -1,7 +1,7 @@
-"""GSM8K: grade-school word problems (openai/gsm8k), whose solutions mark each calculation: "48/2 = <<48/2=24>>24".
+"""GSM8K: grade-school word problems (openai/gsm8k), whose solutions annotate each calculation: "48/2 = <<48/2=24>>24".
 
-A mark becomes a call of the calculator, with the output that our calculator gives, so that what a model is
-taught to read is what it will be given. The final answer stands behind "####".
+An annotation becomes a call of the calculator with our calculator's own output, so that the model trains on the
+outputs it will see at inference. The final answer follows "####".
 """
 
 import re
@@ -10,12 +10,11 @@ from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 
-from nanorun.tasks.files import field, read_split
-from nanorun.tasks.task import Conversation, said
+from nanorun.tasks.task import Conversation, exchange, read_split, reply_text, required_field
 from nanorun.text.chat import Part
 from nanorun.tools.calculator import ToolError, calculate
 
-NAMES = {
+FILES = {
     "train": ("main/train-*.parquet", "gsm8k/train.jsonl", "gsm8k_train.jsonl"),
     "test": ("main/test-*.parquet", "gsm8k/test.jsonl", "gsm8k_test.jsonl"),
 }
@@ -25,9 +24,10 @@ class Gsm8k:
     name, baseline, letters = "gsm8k", 0.0, None
 
     def __init__(self, where: Path, split: str = "test") -> None:
-        records = read_split(where, NAMES, split, self.name)
+        records = read_split(where, FILES, split, self.name)
         self._problems = [
-            (str(field(r, "question", self.name)), str(field(r, "answer", self.name))) for r in records
+            (str(required_field(r, "question", self.name)), str(required_field(r, "answer", self.name)))
+            for r in records
         ]
 
     def __len__(self) -> int:
@@ -35,20 +35,15 @@ class Gsm8k:
 
     def __getitem__(self, index: int) -> Conversation:
         question, answer = self._problems[index]
-        return {
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": with_calls(answer)},
-            ]
-        }
+        return exchange(question, with_calls(answer))
 
     def reward(self, index: int, reply: Sequence[Part]) -> float:
-        right = final_number(self._problems[index][1])
-        return float(right is not None and final_number(said(reply)) == right)
+        expected = final_number(self._problems[index][1])
+        return float(expected is not None and final_number(reply_text(reply)) == expected)
 
 
 def with_calls(answer: str) -> list[Part]:
-    """The parts of a solution: its marks as calls, the text around them as it is."""
+    """The parts of a solution: annotations as tool calls, the text between them unchanged."""
     parts: list[Part] = []
     for i, piece in enumerate(re.split(r"<<(.*?)>>", answer)):
         if i % 2 == 0:
@@ -56,14 +51,14 @@ def with_calls(answer: str) -> list[Part]:
                 parts.append({"type": "text", "text": piece})
             continue
         expression, _, result = piece.rpartition("=")
-        with suppress(ToolError):  # a mark that is no arithmetic keeps the solution's own result
+        with suppress(ToolError):  # an annotation that is no arithmetic keeps the solution's own result
             result = calculate(expression)
         parts += [{"type": "python", "text": expression}, {"type": "output", "text": result}]
     return parts
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number behind the last "####", whatever it is dressed in: "#### $1,234.00." is 1234."""
+    """The number after the last "####", without currency signs and separators: "#### $1,234.00." is 1234."""
     found = re.search(r"\s*(-?)\s*[$£€]?\s*(-?)((?:\d[\d,]*)?\.?\d+)", text.rpartition("####")[2])
     if "####" not in text or found is None or found.start() != 0:
         return None

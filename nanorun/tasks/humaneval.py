@@ -1,8 +1,8 @@
-"""HumanEval: Python functions to complete from their docstrings (openai_humaneval), judged by running their tests.
+"""HumanEval: Python functions to complete from their docstrings (openai_humaneval), graded by running their tests.
 
 A reply is the body, or the whole function again, bare or in a ``` block. The program is the prompt, the reply
-and the tests; it runs in the sandbox, and where there is no sandbox judging is refused (SandboxUnavailable):
-a model's code is never run unprotected. There is nothing to train on, only a test set.
+and the tests. It runs in the sandbox; without one, grading raises SandboxUnavailable: a model's code never runs
+unprotected. There is only a test set.
 """
 
 import re
@@ -12,23 +12,22 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanorun.tasks.files import Record, field, read_split
-from nanorun.tasks.task import Conversation, said
+from nanorun.tasks.task import Conversation, Record, exchange, read_split, reply_text, required_field
 from nanorun.text.chat import Part
 from nanorun.tools.sandbox import Sandbox
 
-NAMES = {"test": ("openai_humaneval/test-*.parquet", "HumanEval.jsonl", "humaneval.jsonl")}
-TIMEOUT = 5.0  # seconds for a program and its tests
+FILES = {"test": ("openai_humaneval/test-*.parquet", "HumanEval.jsonl", "humaneval.jsonl")}
+TIMEOUT = 5.0  # seconds, for a program with its tests
 
 
 class HumanEval:
     name, baseline, letters = "humaneval", 0.0, None
 
     def __init__(self, where: Path, split: str = "test") -> None:
-        self._records = read_split(where, NAMES, split, self.name)
+        self._records = read_split(where, FILES, split, self.name)
         for record in self._records:
             for column in ("prompt", "canonical_solution", "test", "entry_point"):
-                field(record, column, self.name)
+                required_field(record, column, self.name)
         self._sandbox: Sandbox | None = None
         self._lock = threading.Lock()
 
@@ -37,37 +36,37 @@ class HumanEval:
 
     def __getitem__(self, index: int) -> Conversation:
         record = self._records[index]
-        solved = f"```python\n{record['prompt']}{record['canonical_solution'].rstrip()}\n```"
+        solution = f"```python\n{record['prompt']}{record['canonical_solution'].rstrip()}\n```"
         request = f"Complete this Python function.\n\n```python\n{record['prompt'].rstrip()}\n```"
-        return {"messages": [{"role": "user", "content": request}, {"role": "assistant", "content": solved}]}
+        return exchange(request, solution)
 
     def reward(self, index: int, reply: Sequence[Part]) -> float:
         with self._lock:
             if self._sandbox is None:
                 self._sandbox = Sandbox.probe()
-        return float(self._sandbox.run(program(self._records[index], said(reply)), timeout=TIMEOUT).ok)
+        return float(self._sandbox.run(program(self._records[index], reply_text(reply)), timeout=TIMEOUT).ok)
 
 
 def program(record: Record, reply: str) -> str:
-    """What is run: the function as the reply has it, and its tests."""
+    """The program to run: the function as the reply completes it, and its tests."""
     prompt, entry = record["prompt"], record["entry_point"]
     block = re.search(r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
     code = block[1] if block else reply
     start = re.search(rf"^(?:async )?def {re.escape(entry)}\b", prompt, re.MULTILINE)
     if re.search(rf"^\s*def {re.escape(entry)}\b", code, re.MULTILINE):
-        # The whole function: before it, what the prompt defines and imports.
+        # The whole function: it follows what the prompt defines and imports.
         function = (prompt[: start.start()] if start else "") + textwrap.dedent(code)
     else:
         function = prompt + code
-        if not _parses(function):  # a body whose first line, or all of it, has lost its indentation
+        if not _parses(function):  # a body whose first line, or every line, lacks its indentation
             body = code.strip("\n")
-            tries = (f"    {body.lstrip()}", textwrap.indent(textwrap.dedent(body), "    "))
-            function = next((prompt + each for each in tries if _parses(prompt + each)), function)
+            candidates = (f"    {body.lstrip()}", textwrap.indent(textwrap.dedent(body), "    "))
+            function = next((prompt + each for each in candidates if _parses(prompt + each)), function)
     return f"{function}\n\n{record['test']}\n\ncheck({entry})\n"
 
 
 def _parses(code: str) -> bool:
-    """Whether it is a program; compiling runs nothing."""
+    """Whether the code is valid Python; compiling runs nothing."""
     try:
         with warnings.catch_warnings(action="ignore"):
             compile(code, "reply", "exec", dont_inherit=True)

@@ -1,81 +1,136 @@
-"""Multiple choice: a question, a line for each choice, and a letter as the answer.
+"""Multiple choice: a question, a line for each choice, and a letter as the answer. ARC and MMLU.
 
     Which gas do plants take in?
     A) oxygen
     B) carbon dioxide
 
-The answer is the letter alone. It stands right behind <|assistant_start|>, so it is the token of that one byte
-in every byte-level vocabulary, and a model can be judged by the logits of the letters without generating.
+The answer is the letter alone. It follows <|assistant_start|> directly, so it is the token of that one byte in
+every byte-level vocabulary, and a model can be graded by the logits of the letters without generation.
+
+ARC (allenai/ai2_arc) has grade-school science questions, an easy and a challenging set. It is read from the
+hub's parquet (`choices` is {"text": [...], "label": [...]}, `answerKey` a label), from jsonl with `choices` and
+the index of the right one as `answer`, and from the CORE bundle (`query`, `gold`), which has the test sets.
+
+MMLU (cais/mmlu) has questions from 57 subjects, with `question`, four `choices` and the index of the right one.
+Its training set is `auxiliary_train`, whose records the hub wraps in a column `train`; without it, the training
+set is the five few-shot examples of each subject (`dev`).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Literal
 
 from nanorun.errors import UserError
-from nanorun.tasks.task import Conversation, said
+from nanorun.tasks.task import Conversation, Record, exchange, read_split, reply_text, required_field
 from nanorun.text.chat import Part
 
 LETTERS = "ABCDEFGHIJ"
+MMLU_FILES = {
+    "train": (
+        "auxiliary_train/train-*.parquet",
+        "all/auxiliary_train-*.parquet",
+        "mmlu_train.jsonl",
+        "all/dev-*.parquet",
+        "mmlu_dev.jsonl",
+    ),
+    "dev": ("all/dev-*.parquet", "mmlu_dev.jsonl"),
+    "val": ("all/validation-*.parquet", "mmlu_val.jsonl"),
+    "test": ("all/test-*.parquet", "mmlu_test.jsonl"),
+}
 
 
 @dataclass(frozen=True)
-class Problem:
+class ChoiceQuestion:
     question: str
     choices: tuple[str, ...]
-    right: int  # which choice
+    correct: int  # index of the right choice
 
     def __post_init__(self) -> None:
-        if not 2 <= len(self.choices) <= len(LETTERS) or not 0 <= self.right < len(self.choices):
+        if not 2 <= len(self.choices) <= len(LETTERS) or not 0 <= self.correct < len(self.choices):
             raise UserError(
-                f"A question has {len(self.choices)} choices and answer {self.right}: {self.question!r:.80}."
+                f"A question has {len(self.choices)} choices and answer {self.correct}: {self.question!r:.80}."
             )
+
+    def prompt(self) -> str:
+        lines = [f"{letter}) {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False)]
+        return "\n".join([self.question, *lines])
 
 
 class MultipleChoice:
-    """A task of such problems. `letters` are those of the question with most choices; see `letters_of`."""
+    """A task of such questions. `letters` are those of the question with the most choices; see `letters_of`."""
 
-    def __init__(self, name: str, problems: Sequence[Problem], baseline: float = 0.25) -> None:
-        if not problems:
+    def __init__(self, name: str, questions: Sequence[ChoiceQuestion], baseline: float = 0.25) -> None:
+        if not questions:
             raise UserError(f"The files of {name} hold no questions.")
-        self.name, self.baseline, self.problems = name, baseline, problems
-        self.letters: Sequence[str] = LETTERS[: max(len(problem.choices) for problem in problems)]
+        self.name, self.baseline, self.questions = name, baseline, questions
+        self.letters: Sequence[str] = LETTERS[: max(len(question.choices) for question in questions)]
 
     def __len__(self) -> int:
-        return len(self.problems)
+        return len(self.questions)
 
     def __getitem__(self, index: int) -> Conversation:
-        problem = self.problems[index]
-        return {
-            "messages": [
-                {"role": "user", "content": ask(problem)},
-                {"role": "assistant", "content": LETTERS[problem.right]},
-            ]
-        }
+        question = self.questions[index]
+        return exchange(question.prompt(), LETTERS[question.correct])
 
     def letters_of(self, index: int) -> str:
-        """The letters of this very question: a few in ARC have three choices or five."""
-        return LETTERS[: len(self.problems[index].choices)]
+        """The letters of one question: a few in ARC have three choices or five."""
+        return LETTERS[: len(self.questions[index].choices)]
 
     def reward(self, index: int, reply: Sequence[Part]) -> float:
-        return float(chosen(said(reply)) == LETTERS[self.problems[index].right])
+        return float(parse_letter(reply_text(reply)) == LETTERS[self.questions[index].correct])
 
 
-def ask(problem: Problem) -> str:
-    lines = [f"{letter}) {choice}" for letter, choice in zip(LETTERS, problem.choices, strict=False)]
-    return "\n".join([problem.question, *lines])
-
-
-def chosen(text: str) -> str | None:
-    """The letter that a reply settles on: alone, before a bracket or full stop, or after "the answer is"."""
+def parse_letter(text: str) -> str | None:
+    """The letter that a reply chooses: alone, before a bracket or full stop, or after "the answer is"."""
     text = text.strip()
     alone = re.match(r"\(?([A-J])(?:[).:,\n]|$)", text)
-    told = re.findall(r"(?i:answer\s*(?:is|:))\s*\(?([A-J])\b", text)
+    stated = re.findall(r"(?i:answer\s*(?:is|:))\s*\(?([A-J])\b", text)
     if alone:
         return alone[1]
-    return told[-1] if told else None
+    return stated[-1] if stated else None
 
 
-def as_choices(value: Any) -> tuple[str, ...]:
-    return tuple(str(choice).strip() for choice in value)
+def arc(where: Path, subset: Literal["easy", "challenge"] = "easy", split: str = "test") -> MultipleChoice:
+    name, hub = f"arc-{subset}", f"ARC-{subset.capitalize()}"
+    files = {
+        "train": (f"{hub}/train-*.parquet", f"arc_{subset}_train.jsonl"),
+        "val": (f"{hub}/validation-*.parquet", f"arc_{subset}_dev.jsonl"),
+        "test": (f"{hub}/test-*.parquet", f"arc_{subset}_test.jsonl", f"world_knowledge/arc_{subset}.jsonl"),
+    }
+    return MultipleChoice(name, [_arc_question(r, name) for r in read_split(where, files, split, name)])
+
+
+def mmlu(where: Path, split: str = "test") -> MultipleChoice:
+    records = read_split(where, MMLU_FILES, split, "mmlu")
+    return MultipleChoice("mmlu", [_mmlu_question(record.get("train") or record) for record in records])
+
+
+def _arc_question(record: Record, name: str) -> ChoiceQuestion:
+    choices = required_field(record, "choices", name)
+    if "query" in record:
+        question = str(record["query"]).removeprefix("Question: ")
+        return ChoiceQuestion(question, _texts(choices), int(required_field(record, "gold", name)))
+    question = str(required_field(record, "question", name))
+    if "answerKey" not in record:
+        return ChoiceQuestion(question, _texts(choices), int(required_field(record, "answer", name)))
+    labels = [str(label) for label in required_field(choices, "label", name)]  # A to D, or 1 to 4
+    key = str(record["answerKey"])
+    if key not in labels:
+        raise UserError(
+            f"A question of {name} has the answer {key} among {', '.join(labels)}: {question!r:.80}."
+        )
+    return ChoiceQuestion(question, _texts(required_field(choices, "text", name)), labels.index(key))
+
+
+def _mmlu_question(record: Record) -> ChoiceQuestion:
+    return ChoiceQuestion(
+        str(required_field(record, "question", "mmlu")).strip(),
+        _texts(required_field(record, "choices", "mmlu")),
+        int(required_field(record, "answer", "mmlu")),
+    )
+
+
+def _texts(choices: Iterable[object]) -> tuple[str, ...]:
+    return tuple(str(choice).strip() for choice in choices)

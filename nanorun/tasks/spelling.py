@@ -1,7 +1,7 @@
 """The spelling bee: spell a word, or count a letter in it, by hand and by Python.
 
-A tokenizer hides letters, so a model has to learn what its tokens are made of. Every example is composed from
-its number alone. One word in eight is kept for the test: whoever learned the words by heart cannot spell those.
+A tokenizer hides letters, so a model has to learn the letters of its tokens. Every example is a function of its
+index alone. One word in eight is held out for the test, so memorizing the training words does not help there.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,11 @@ from nanorun.data.sample.chance import Chance, held_out
 from nanorun.data.sample.quiz import Question, is_right
 from nanorun.data.sample.words import COMMON
 from nanorun.errors import UserError
-from nanorun.tasks.files import find
 from nanorun.tasks.gsm8k import final_number
-from nanorun.tasks.task import Conversation, said
+from nanorun.tasks.task import Conversation, exchange, find_files, reply_text
 from nanorun.text.chat import Part
 
-NAMES = ("words_alpha.txt", "words.txt")
+WORD_FILES = ("words_alpha.txt", "words.txt")
 SIZES = {"train": 80_000, "val": 256, "test": 256}
 SPELL = (
     "How do you spell {w}?",
@@ -42,7 +41,7 @@ COUNT = (
 
 
 class SpellingBee:
-    """`where` is a file of words, one a line, or a folder with one; None takes the few hundred common words."""
+    """`where` is a file with one word per line, or a folder with such a file; None: the few hundred common words."""
 
     name, baseline, letters = "spelling", 0.0, None
 
@@ -51,12 +50,12 @@ class SpellingBee:
             raise UserError(f"The task spelling has no split '{split}': choose {' or '.join(SIZES)}.")
         words: Sequence[str] = COMMON
         if where is not None:
-            text = find(where, NAMES, "spelling's word")[0].read_text(encoding="utf-8")
+            text = find_files(where, WORD_FILES, "spelling's word")[0].read_text(encoding="utf-8")
             words = [word for line in text.splitlines() if (word := line.strip().lower()).isalpha()]
         self._split = split
         self._words = [w for w in words if len(w) > 1 and held_out("bee", w) == (split != "train")]
         if not self._words:
-            raise UserError("The spelling bee needs a file with more words, one on each line.")
+            raise UserError("The spelling bee needs a file with more words, one per line.")
         self._size = SIZES[split] if size is None else size
 
     def __len__(self) -> int:
@@ -64,16 +63,16 @@ class SpellingBee:
 
     def __getitem__(self, index: int) -> Conversation:
         prompt, reply, _ = self._compose(index)
-        return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]}
+        return exchange(prompt, reply)
 
     def reward(self, index: int, reply: Sequence[Part]) -> float:
         prompt, _, answer = self._compose(index)
         if answer.isdigit():
-            return float(final_number(said(reply)) == int(answer))
-        return float(is_right(Question("spelling", prompt, answer, {}), said(reply)))
+            return float(final_number(reply_text(reply)) == int(answer))
+        return float(is_right(Question("spelling", prompt, answer, {}), reply_text(reply)))
 
     def _compose(self, index: int) -> tuple[str, list[Part], str]:
-        """The question, a reply, and what it must come to."""
+        """The question, a reference reply, and the answer."""
         if not 0 <= index < self._size:
             raise IndexError(index)
         chance = Chance("bee", self._split, index)
@@ -82,7 +81,7 @@ class SpellingBee:
         if chance.roll() < 0.5:
             prompt = chance.pick(SPELL).format(w=word)
             return prompt, [{"type": "text", "text": f"The word {word} is spelled {spelled}."}], spelled
-        # Mostly a letter of the word; now and then one that it lacks.
+        # Mostly a letter of the word; sometimes one that it does not contain.
         letter = chance.pick(word if chance.roll() < 0.85 else ascii_lowercase)
         prompt, count = chance.pick(COUNT).format(w=word, x=letter), str(word.count(letter))
         by_hand = f"Letter by letter: {count_aloud(word, letter)}."

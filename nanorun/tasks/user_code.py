@@ -1,7 +1,7 @@
-"""A person's own task: a Python file with a class, `my_task.py` or `my_task.py:Riddles`.
+"""The user's own task: a Python file with a class, `my_task.py` or `my_task.py:Riddles`.
 
-The file is code and runs with all the rights of whoever starts nanorun, so it is only ever loaded when the
-command line names it (`--task`), never because some other file does.
+The file is code and runs with the user's permissions, so it is loaded only when the command line names it
+(`--task`), never because another file does.
 """
 
 import importlib.util
@@ -20,53 +20,53 @@ from nanorun.tools.bubblewrap import SandboxUnavailable
 
 
 def is_code(spec: str) -> bool:
-    return _cut(spec)[0].endswith(".py")
+    return _split_spec(spec)[0].endswith(".py")
 
 
-def absolute(spec: str) -> str:
-    """The same, whatever folder one is in."""
-    file, kind = _cut(spec)
-    return str(Path(file).absolute()) + (f":{kind}" if kind else "")
+def absolute_spec(spec: str) -> str:
+    """The spec with an absolute path, the same from every folder."""
+    file, class_name = _split_spec(spec)
+    return str(Path(file).absolute()) + (f":{class_name}" if class_name else "")
 
 
-def load(spec: str, split: str) -> Examples:
-    """The task of a file, made with the split: `Riddles("train")`."""
-    file, wanted = _cut(spec)
+def load_task(spec: str, split: str) -> Examples:
+    """The task of a file, constructed with the split: `Riddles("train")`."""
+    file, class_name = _split_spec(spec)
     path = Path(file)
     if not path.is_file():
         raise UserError(f"There is no file {path}: --task takes the path of a Python file.")
-    with _explained(path, "cannot be loaded"):
-        made = importlib.util.spec_from_file_location(f"nanorun_task_{path.stem}", path)
-        assert made is not None
-        assert made.loader is not None
-        module = importlib.util.module_from_spec(made)
-        sys.modules[made.name] = module  # dataclasses look their module up
-        made.loader.exec_module(module)
-    kind = _choose(path, vars(module), wanted, module.__name__)
-    with _explained(path, f"cannot make a {kind.__name__}('{split}')"):
-        task: Any = kind(split)
+    with _user_errors(path, "cannot be loaded"):
+        module_spec = importlib.util.spec_from_file_location(f"nanorun_task_{path.stem}", path)
+        assert module_spec is not None
+        assert module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_spec.name] = module  # dataclasses look their module up
+        module_spec.loader.exec_module(module)
+    task_class = _choose_class(path, vars(module), class_name, module.__name__)
+    with _user_errors(path, f"cannot make a {task_class.__name__}('{split}')"):
+        task: Any = task_class(split)
         length = len(task)
-    missing = [name for name in ("name", "__getitem__") if not hasattr(task, name)]
-    if missing:
-        raise UserError(f"{kind.__name__} in {path} has no {' and no '.join(missing)}: see docs/tasks.md.")
+    if not hasattr(task, "name"):
+        raise UserError(f"{task_class.__name__} in {path} has no name: see docs/tasks.md.")
     if length < 1:
-        raise UserError(f"{kind.__name__}('{split}') in {path} has no examples.")
+        raise UserError(f"{task_class.__name__}('{split}') in {path} has no examples.")
+    # The first example and a first reward: a mistake shows now, before training or evaluation starts.
     if not hasattr(task, "reward"):
-        examples: Examples = _Own(task, path, length)
-        examples[0]  # a mistake is told now, before anything starts
+        examples: Examples = _UserExamples(task, path, length)
+        examples[0]
         return examples
-    for name, value in (("baseline", 0.0), ("letters", None)):  # what a judge may leave out
+    for name, value in (("baseline", 0.0), ("letters", None)):  # optional in a user's task
         if not hasattr(task, name):
             setattr(task, name, value)
-    judge = _OwnJudge(task, path, length)
-    judge[0]
+    user_task = _UserTask(task, path, length)
+    user_task[0]
     with suppress(SandboxUnavailable):
-        judge.reward(0, [{"type": "text", "text": ""}])
-    return judge
+        user_task.reward(0, [{"type": "text", "text": ""}])
+    return user_task
 
 
-class _Own:
-    """A person's examples, whose mistakes are told in a sentence."""
+class _UserExamples:
+    """A user's examples; an exception in the user's code becomes a one-sentence error."""
 
     name: str
 
@@ -77,7 +77,7 @@ class _Own:
         return self._length
 
     def __getitem__(self, index: int) -> Conversation:
-        with _explained(self._path, f"cannot give example {index}"):
+        with _user_errors(self._path, f"cannot give example {index}"):
             example = self._task[index]
         if not isinstance(example, Mapping) or not isinstance(example.get("messages"), Sequence):
             raise UserError(
@@ -94,9 +94,9 @@ class _Own:
         return getattr(self._task, name)
 
 
-class _OwnJudge(_Own):
+class _UserTask(_UserExamples):
     def reward(self, index: int, reply: Sequence[Part]) -> float:
-        with _explained(self._path, f"cannot judge a reply to question {index}"):
+        with _user_errors(self._path, f"cannot judge a reply to question {index}"):
             reward = self._task.reward(index, reply)
         try:
             return float(reward)
@@ -107,31 +107,31 @@ class _OwnJudge(_Own):
             ) from error
 
 
-def _cut(spec: str) -> tuple[str, str]:
-    file, colon, kind = spec.rpartition(":")
-    return (file, kind) if colon and file.endswith(".py") else (spec, "")
+def _split_spec(spec: str) -> tuple[str, str]:
+    file, colon, class_name = spec.rpartition(":")
+    return (file, class_name) if colon and file.endswith(".py") else (spec, "")
 
 
-def _choose(path: Path, names: dict[str, Any], wanted: str, module: str) -> Callable[[str], Any]:
-    own = [
+def _choose_class(path: Path, names: dict[str, Any], class_name: str, module: str) -> Callable[[str], Any]:
+    classes = [
         value
         for value in names.values()
         if inspect.isclass(value) and value.__module__ == module and hasattr(value, "__getitem__")
     ]
-    fitting = [kind for kind in own if wanted in ("", kind.__name__)]
-    if len(fitting) == 1:
-        chosen: Callable[[str], Any] = fitting[0]
+    matching = [each for each in classes if class_name in ("", each.__name__)]
+    if len(matching) == 1:
+        chosen: Callable[[str], Any] = matching[0]
         return chosen
-    known = ", ".join(kind.__name__ for kind in own) or "none"
-    if wanted:
-        raise UserError(f"{path} has no class {wanted} with __len__ and __getitem__: it has {known}.")
+    known = ", ".join(each.__name__ for each in classes) or "none"
+    if class_name:
+        raise UserError(f"{path} has no class {class_name} with __len__ and __getitem__: it has {known}.")
     raise UserError(
         f"{path} has several classes with __len__ and __getitem__, or none ({known}): say {path}:NAME."
     )
 
 
 @contextmanager
-def _explained(path: Path, what: str) -> Iterator[None]:
+def _user_errors(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except UserError:

@@ -29,7 +29,7 @@ from nanorun.evals.chat import examiner, open_tasks
 from nanorun.infer.load import newest_checkpoint
 from nanorun.model.attention import choose_backends
 from nanorun.runs import Run, newest_run, read_config, read_metrics
-from nanorun.tasks.recipe import find_recipe, prepare
+from nanorun.tasks.mixture import find_mixture, prepare_mixture
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import base, loop
@@ -74,7 +74,9 @@ def train_sft(choices: Choices, options: Options) -> dict[str, Any]:
         require(options.track)
     parent = find_parent(choices.parent)
     begun_from = Config.from_dict(read_config(parent))
-    recipe, train, val = prepare(find_recipe(choices.mixture), choices.folder, choices.seed, choices.tasks)
+    spec, train, val = prepare_mixture(
+        find_mixture(choices.mixture), choices.folder, choices.seed, choices.tasks
+    )
     tokenizer = open_tokenizer(begun_from.tokenizer)
     context = choices.context or begun_from.model.context
     learned, measured = (render_all(mixture, tokenizer, context) for mixture in (train, val))
@@ -88,13 +90,13 @@ def train_sft(choices: Choices, options: Options) -> dict[str, Any]:
     )
     config = configure(begun_from, choices, material)
     choose_backends(config.model, torch.device(hardware.detect().device), options.backend)
-    name = options.name or name_after(parent, recipe.name)
+    name = options.name or name_after(parent, spec.name)
     record = {
         **config.to_dict(),
         "parent": parent,
         "warm_start": choices.warm,
         "epochs": epochs,
-        "mixture": {**recipe.to_dict(), "fingerprint": learned.fingerprint},
+        "mixture": {**spec.to_dict(), "fingerprint": learned.fingerprint},
     }
     with Run.open(name, record, fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)

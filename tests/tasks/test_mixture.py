@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanorun.errors import UserError
-from nanorun.tasks.mixture import Mixture, Slice, Without
-from nanorun.tasks.recipe import HELD_OUT, RECIPES, Entry, Recipe, find_recipe, prepare
+from nanorun.tasks.mixture import (
+    HOLD_OUT_EVERY,
+    MIXTURES,
+    Mixture,
+    MixtureEntry,
+    MixtureSpec,
+    Subset,
+    find_mixture,
+    hold_out,
+    prepare_mixture,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,19 +56,18 @@ def test_every_example_comes_exactly_as_often_as_it_is_listed(parts, seed):
 @given(
     st.integers(0, 60), st.integers(-70, 70), st.one_of(st.none(), st.integers(-70, 70)), st.integers(1, 7)
 )
-def test_a_slice_is_pythons_slice(length, start, stop, step):
-    assert (
-        all_of(Slice(Numbers("n", length), start, stop, step))
-        == all_of(Numbers("n", length))[start:stop:step]
-    )
+def test_a_subset_has_the_examples_of_its_indices(length, start, stop, step):
+    numbers = Numbers("n", length)
+    assert all_of(Subset(numbers, range(length)[start:stop:step])) == all_of(numbers)[start:stop:step]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 200), st.integers(2, 60))
 def test_what_is_kept_and_what_is_trained_on_are_all_and_share_nothing(length, every):
     examples = Numbers("n", length)
-    kept, trained = all_of(Slice(examples, every - 1, step=every)), all_of(Without(examples, every))
-    assert sorted(kept + trained) == all_of(examples)
+    trained, held_out = map(all_of, hold_out(examples, every))
+    assert held_out == all_of(examples)[every - 1 :: every]
+    assert sorted(held_out + trained) == all_of(examples)
 
 
 def test_the_order_mixes_the_parts_and_changes_with_the_seed():
@@ -83,7 +91,7 @@ def test_looking_up_one_example_touches_no_other():
 
 
 def test_beyond_the_end_is_an_index_error():
-    for examples in (Mixture([Numbers("a", 3)]), Slice(Numbers("a", 3)), Without(Numbers("a", 3), 2)):
+    for examples in (Mixture([Numbers("a", 3)]), *hold_out(Numbers("a", 3), 2)):
         with pytest.raises(IndexError):
             examples[len(examples)]
         with pytest.raises(IndexError):
@@ -92,13 +100,13 @@ def test_beyond_the_end_is_an_index_error():
 
 def test_the_order_is_the_same_in_another_process():
     code = (
-        "import json\nfrom nanorun.tasks.recipe import RECIPES, prepare\n"
-        "_, train, val = prepare(RECIPES['sample'], seed=3)\n"
+        "import json\nfrom nanorun.tasks.mixture import MIXTURES, prepare_mixture\n"
+        "_, train, val = prepare_mixture(MIXTURES['sample'], seed=3)\n"
         "print(json.dumps([[m[i] for i in range(0, 400, 7)] for m in (train, val)]))"
     )
     environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77", "PATH": "/usr/bin"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    _, train, val = prepare(RECIPES["sample"], seed=3)
+    _, train, val = prepare_mixture(MIXTURES["sample"], seed=3)
     assert json.loads(done.stdout) == [[m[i] for i in range(0, 400, 7)] for m in (train, val)]
 
 
@@ -117,16 +125,16 @@ def first_words(mixture: Mixture) -> Counter:
 
 def test_a_json_mixture_lists_tasks_with_slices_and_repeats(tmp_path, monkeypatch):
     chat(tmp_path / "me.jsonl", 100)
-    recipe = {
+    mixture = {
         "train": [
             {"task": "me.jsonl", "start": 10, "stop": 20, "repeat": 3},
             {"task": "sample-sums", "stop": 5},
         ],
         "val": ["me.jsonl"],
     }
-    (tmp_path / "mine.json").write_text(json.dumps(recipe))
+    (tmp_path / "mine.json").write_text(json.dumps(mixture))
     monkeypatch.chdir("/")
-    used, train, val = prepare(find_recipe(str(tmp_path / "mine.json")))
+    used, train, val = prepare_mixture(find_mixture(str(tmp_path / "mine.json")))
     assert used.name == "mine"
     counts = first_words(train)
     assert [counts[f"hello {i}"] for i in (9, 10, 19, 20)] == [0, 3, 3, 0]
@@ -135,17 +143,17 @@ def test_a_json_mixture_lists_tasks_with_slices_and_repeats(tmp_path, monkeypatc
 
 def test_without_val_every_fiftieth_is_kept_however_often_the_rest_is_repeated(tmp_path):
     path = str(chat(tmp_path / "me.jsonl", 120))
-    _, train, val = prepare(Recipe("mine", (Entry(path, repeat=2),)))
+    _, train, val = prepare_mixture(MixtureSpec("mine", (MixtureEntry(path, repeat=2),)))
     assert (len(train), len(val)) == (2 * 118, 2)
     assert set(first_words(val)) == {"hello 49", "hello 99"}
     assert not set(first_words(train)) & set(first_words(val))
-    with pytest.raises(UserError, match=f"fewer than {HELD_OUT}"):
-        prepare(Recipe("mine", (Entry(str(chat(tmp_path / "few.jsonl", 9))),)))
+    with pytest.raises(UserError, match=f"fewer than {HOLD_OUT_EVERY}"):
+        prepare_mixture(MixtureSpec("mine", (MixtureEntry(str(chat(tmp_path / "few.jsonl", 9))),)))
 
 
-def test_a_named_recipe_leaves_out_what_is_not_here_and_says_so(tmp_path, capsys):
+def test_a_named_mixture_leaves_out_what_is_not_here_and_says_so(tmp_path, capsys):
     chat(tmp_path / "sft_lima.jsonl", 200)
-    used, train, _ = prepare(RECIPES["sft"], tmp_path)
+    used, train, _ = prepare_mixture(MIXTURES["sft"], tmp_path)
     assert [entry.task for entry in used.train] == ["spelling", "chat:sft_lima"]
     assert len(train) == 6000 - 120 + 196
     said = capsys.readouterr().err
@@ -156,9 +164,9 @@ def test_a_named_recipe_leaves_out_what_is_not_here_and_says_so(tmp_path, capsys
 def test_nothing_at_all_is_one_sentence(tmp_path):
     for name in ("sft", "mid"):
         with pytest.raises(UserError, match=f"Nothing of the mixture '{name}' is in"):
-            prepare(RECIPES[name], tmp_path)
+            prepare_mixture(MIXTURES[name], tmp_path)
     with pytest.raises(UserError, match="gsm8k's train files are not in"):
-        prepare(Recipe("x", (Entry("gsm8k"),)), tmp_path)
+        prepare_mixture(MixtureSpec("x", (MixtureEntry("gsm8k"),)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +186,11 @@ def test_nothing_at_all_is_one_sentence(tmp_path):
 def test_a_bad_json_mixture_is_one_sentence(tmp_path, content):
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(UserError, match=r"bad\.json|repeat 0"):
-        find_recipe(str(tmp_path / "bad.json"))
+        find_mixture(str(tmp_path / "bad.json"))
 
 
 def test_unknown_names_say_what_there_is():
     with pytest.raises(UserError, match="choose sample-mid, sample, mid, sft"):
-        find_recipe("smft")
+        find_mixture("smft")
     with pytest.raises(UserError, match="There is no task 'arc'"):
-        prepare(Recipe("x", (Entry("arc"),)))
+        prepare_mixture(MixtureSpec("x", (MixtureEntry("arc"),)))

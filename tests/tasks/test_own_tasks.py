@@ -10,10 +10,9 @@ import pytest
 
 from nanorun.data import sample
 from nanorun.errors import UserError
-from nanorun.tasks.catalogue import open_examples, open_task
-from nanorun.tasks.chat_file import ChatFile
-from nanorun.tasks.recipe import RECIPES, Entry, Recipe, find_recipe, prepare
-from nanorun.tasks.task import question
+from nanorun.tasks.catalogue import open_examples, open_task, read_conversations
+from nanorun.tasks.mixture import MIXTURES, MixtureEntry, MixtureSpec, find_mixture, prepare_mixture
+from nanorun.tasks.task import question_messages
 
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
@@ -22,9 +21,9 @@ HELLO = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "
 def test_conversations_are_read_from_jsonl_and_from_parquet(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({**HELLO, "source": "me"}) + "\n\n" + json.dumps(HELLO))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([HELLO]), tmp_path / "b.parquet")
-    assert [ChatFile(tmp_path / "a.jsonl")[i] for i in range(2)] == [HELLO, HELLO]
-    assert ChatFile(tmp_path / "b.parquet")[0] == HELLO
-    assert len(ChatFile(tmp_path)) == 3
+    assert [read_conversations(tmp_path / "a.jsonl")[i] for i in range(2)] == [HELLO, HELLO]
+    assert read_conversations(tmp_path / "b.parquet")[0] == HELLO
+    assert len(read_conversations(tmp_path)) == 3
     assert len(open_examples(str(tmp_path / "a.jsonl"))) == 2
     assert len(open_examples("chat:a*", folder=tmp_path)) == 2
 
@@ -43,7 +42,7 @@ def test_conversations_are_read_from_jsonl_and_from_parquet(tmp_path):
 def test_a_bad_conversation_is_named_by_its_line(tmp_path, line, problem):
     (tmp_path / "a.jsonl").write_text(json.dumps(HELLO) + "\n" + line + "\n")
     with pytest.raises(UserError, match=rf"(?s)Line 2 of .*a\.jsonl.*{re.escape(problem)}"):
-        ChatFile(tmp_path / "a.jsonl")
+        read_conversations(tmp_path / "a.jsonl")
 
 
 def test_an_empty_or_missing_file_and_another_kind_are_one_sentence(tmp_path):
@@ -55,7 +54,7 @@ def test_an_empty_or_missing_file_and_another_kind_are_one_sentence(tmp_path):
         ("a.txt", "must be .jsonl"),
     ):
         with pytest.raises(UserError, match=problem):
-            ChatFile(tmp_path / name)
+            read_conversations(tmp_path / name)
 
 
 def from_the_docs() -> str:
@@ -74,19 +73,21 @@ def test_the_task_of_the_docs_trains_and_is_judged(tmp_path):
         answer = task[0]["messages"][-1]["content"]
         assert task.reward(0, [{"type": "text", "text": answer}]) == 1
         assert task.reward(0, [{"type": "text", "text": "no"}]) == 0
-        assert question(task[0])[-1]["role"] == "user"
-        used, train, _ = prepare(Recipe("x", (Entry("sample-sums", stop=100),)), trusted=[spec])
+        assert question_messages(task[0])[-1]["role"] == "user"
+        used, train, _ = prepare_mixture(
+            MixtureSpec("x", (MixtureEntry("sample-sums", stop=100),)), trusted=[spec]
+        )
         assert [entry.task for entry in used.train] == ["sample-sums", spec]
-        assert any(train.where(i)[0] == 1 for i in range(len(train)))
+        assert any(train.locate(i)[0] == 1 for i in range(len(train)))
 
 
 def test_a_json_mixture_may_slice_and_repeat_code_that_the_command_line_names(tmp_path, monkeypatch):
     (tmp_path / "twice.py").write_text(from_the_docs())
     (tmp_path / "m.json").write_text(json.dumps([{"task": "twice.py", "stop": 100, "repeat": 3}]))
     with pytest.raises(UserError, match="add --task"):
-        prepare(find_recipe(str(tmp_path / "m.json")))
+        prepare_mixture(find_mixture(str(tmp_path / "m.json")))
     monkeypatch.chdir(tmp_path)
-    used, train, val = prepare(find_recipe("m.json"), trusted=["twice.py"])
+    used, train, val = prepare_mixture(find_mixture("m.json"), trusted=["twice.py"])
     assert (len(used.train), len(train), len(val)) == (1, 3 * 98, 2)
 
 
@@ -94,7 +95,7 @@ def test_code_runs_only_when_the_command_line_names_it(tmp_path):
     path = tmp_path / "evil.py"
     path.write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass A:\n    def __getitem__(self, i): ...\n")
     with pytest.raises(UserError, match="is code, which runs only when you say so: add --task"):
-        prepare(Recipe("x", (Entry(str(path)),)))
+        prepare_mixture(MixtureSpec("x", (MixtureEntry(str(path)),)))
     assert not (tmp_path / "mark").exists()
 
 
@@ -183,6 +184,6 @@ def test_the_sample_worlds_test_asks_in_words_that_training_never_used():
 def test_training_looks_at_other_questions_on_its_way_than_the_test_asks():
     way, test = open_task("sample-facts", "val"), open_task("sample-facts", "test")
     assert way[0] != test[0]
-    _, train, val = prepare(RECIPES["sample"])
+    _, train, val = prepare_mixture(MIXTURES["sample"])
     assert len(train) > 1000
     assert len(val) >= 200

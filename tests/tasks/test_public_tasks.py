@@ -11,14 +11,12 @@ import pyarrow.parquet
 import pytest
 
 from nanorun.errors import UserError
-from nanorun.tasks.arc import arc
 from nanorun.tasks.catalogue import CHATCORE, open_examples, open_task
 from nanorun.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanorun.tasks.humaneval import HumanEval, program
-from nanorun.tasks.mmlu import mmlu
-from nanorun.tasks.multiple_choice import LETTERS, chosen
+from nanorun.tasks.multiple_choice import LETTERS, arc, mmlu, parse_letter
 from nanorun.tasks.spelling import SpellingBee
-from nanorun.tasks.task import question, said
+from nanorun.tasks.task import question_messages, reply_text
 from nanorun.text.chat import parse_reply, render, render_prompt
 from nanorun.tools.calculator import calculate
 from nanorun.tools.sandbox import Sandbox, SandboxUnavailable
@@ -72,7 +70,9 @@ def test_arc_reads_the_hubs_parquet_with_letters_or_numbers_as_labels(tmp_path):
     task = arc(tmp_path, "easy", "test")
     assert len(task) == 2
     for i in range(2):
-        assert question(task[i])[0]["content"] == "What colour is the sky?\nA) red\nB) blue\nC) green"
+        assert (
+            question_messages(task[i])[0]["content"] == "What colour is the sky?\nA) red\nB) blue\nC) green"
+        )
         assert task[i]["messages"][1]["content"] == "B"
         assert task.reward(i, text("B")) == 1
         assert task.reward(i, text("A")) == 0
@@ -131,7 +131,7 @@ def test_mmlu_reads_the_hubs_parquet_its_wrapped_training_set_and_jsonl(tmp_path
     ],
 )
 def test_a_letter_is_read_from_a_reply(reply, letter):
-    assert chosen(reply) == letter
+    assert parse_letter(reply) == letter
 
 
 def test_an_answer_is_one_token_of_the_letters_in_every_tokenizer(tokenizers):
@@ -304,12 +304,12 @@ def test_real_files_read_whole_and_their_own_answers_are_right(real, name, token
     for i in range(0, len(task), max(len(task) // 40, 1)):
         conversation = task[i]
         rendered = render(conversation, tokenizers[0])
-        asked = render_prompt(question(conversation), tokenizers[0])
+        asked = render_prompt(question_messages(conversation), tokenizers[0])
         reply = parse_reply(rendered.ids[len(asked) :], tokenizers[0])
         if name != "humaneval":
             assert task.reward(i, reply) == 1
         else:
-            assert "check(" in program(task._records[i], said(reply))
+            assert "check(" in program(task._records[i], reply_text(reply))
 
 
 def test_real_humaneval_solutions_pass_in_the_sandbox(real):

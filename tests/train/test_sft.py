@@ -29,7 +29,7 @@ from nanorun.errors import UserError
 from nanorun.infer.load import load_model, newest_checkpoint
 from nanorun.model.gpt import GPT
 from nanorun.runs import Run, read_config, read_metrics
-from nanorun.tasks.recipe import find_recipe, prepare
+from nanorun.tasks.mixture import find_mixture, prepare_mixture
 from nanorun.text.chat import render
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, loop, sft
@@ -82,11 +82,11 @@ def write_mixture(home: Path) -> None:
             most = (12, 12, 12, 60, 300, 900)[i % 6] if i < 90 else 12
             messages = [m for _ in range(dice.randrange(1, 6)) for m in turn(most)]
             file.write(json.dumps({"messages": messages}) + "\n")
-    recipe = {
+    mixture = {
         "train": [{"task": "talk.jsonl", "stop": 140, "repeat": 2}],
         "val": [{"task": "talk.jsonl", "start": 140}],
     }
-    (home / "mixture.json").write_text(json.dumps(recipe))
+    (home / "mixture.json").write_text(json.dumps(mixture))
 
 
 def choices(world: Path, **changes) -> Choices:
@@ -167,7 +167,7 @@ def spoken_by_markers(row: list[int], special: dict[str, int]) -> list[bool]:
 
 def material_of(world: Path, context: int, epochs: int | None = 1) -> Material:
     tokenizer = open_tokenizer("sample")
-    _, train, val = prepare(find_recipe(str(world / "mixture.json")))
+    _, train, val = prepare_mixture(find_mixture(str(world / "mixture.json")))
     learned, measured = (render_all(m, tokenizer, context) for m in (train, val))
     order = RowOrder("padded", epochs=epochs)
     return Material(learned.source(tokenizer.bos), order, measured.source(tokenizer.bos))
@@ -400,7 +400,7 @@ def test_a_look_at_chatcore_that_a_kill_prevented_is_made_up_for(world):
 
 def test_chatcore_on_the_way_leaves_out_what_cannot_be_judged_here(world):
     from nanorun.evals import chat
-    from nanorun.tasks.lantern_isles import SampleQuestions
+    from nanorun.tasks.sample import SampleQuestions
     from nanorun.tools.sandbox import SandboxUnavailable
 
     class Program(SampleQuestions):
