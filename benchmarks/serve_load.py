@@ -37,7 +37,7 @@ from typing import Any
 from nanorun.chat.conversation import Options, Speaker
 from nanorun.infer.request import Request, Sampling
 from nanorun.provenance import record, write_result
-from nanorun.runs import newest_speaker
+from nanorun.runs import default_chat_run
 
 SAMPLING = Sampling(temperature=0.8, top_k=50)
 SLOW_READERS = 4
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--abuse", type=float, default=60.0, help="seconds of it")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
-    name, counts = args.model or newest_speaker(), [int(count) for count in args.clients.split(",")]
+    name, counts = args.model or default_chat_run(), [int(count) for count in args.clients.split(",")]
 
     command = [sys.executable, "-m", "nanorun", "serve", "--port", "0", "--queue", "1024", "--gpus", "1"]
     command += ["--tools", "none", "--slots", str(args.slots), *(["--model", name] if name else [])]

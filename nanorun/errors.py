@@ -14,8 +14,8 @@ class UserError(Exception):
     exit_code = 2
 
 
-def json_fault(error: ValueError) -> str:
-    """Where a file stops being JSON, in plain words."""
+def describe_json_error(error: ValueError) -> str:
+    """Where and why parsing failed."""
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno}, column {error.colno}"
-    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+    return "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

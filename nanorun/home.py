@@ -114,6 +114,21 @@ def _explained(error: OSError, final: Path) -> Exception:
     return error
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file atomically: at every moment it is the old one or the new one, complete and on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
 def newest(folder: Path, marker: str) -> str | None:
     """The name of the entry of `folder` whose `marker` file was written last, or None."""
     found = [(path.stat().st_mtime, path.parent.name) for path in folder.glob(f"[!.]*/{marker}")]

@@ -1,16 +1,16 @@
-"""A run's folder, `runs/NAME/`: what it is, what happened in it, and who is at work there.
+"""A run's folder, `runs/NAME/`: its configuration, its metrics, its results, and the process that owns it.
 
-    config.json     what the run is, written once; going on with another configuration is refused
-    metrics.jsonl   one object a step or evaluation, written as it happens
-    summary.json    the final figures, written whole at the end
+    config.json     the configuration, written once; resuming with another one is rejected
+    metrics.jsonl   one object per step or evaluation, written as it happens
+    summary.json    the final figures, written atomically at the end
     checkpoints/    see checkpoint.py
-    lock            who works here: pid, host, start and command, as JSON
+    lock            the owner: pid, host, start time and command, as JSON
 
-The lock is `flock` on the open file, so the kernel frees it the moment its holder dies, however it dies.
-It guards against a second process on this machine, and on others where the file system carries flock
-across (NFS does, some Lustre mounts do not: there a line says so and the run goes on unguarded).
+The lock is `flock` on the open file, so the kernel releases it when its holder dies, however it dies. It excludes a
+second process on this machine, and on others where the file system supports flock across hosts (NFS does, some
+Lustre mounts do not: there a warning is printed and the run continues without a lock).
 
-Rank 0 holds the run. Other ranks open it with `lock=False`: they know the folder and write nothing.
+Rank 0 owns the run. Other ranks open it with `lock=False`: they know the folder and write nothing.
 """
 
 import errno
@@ -24,13 +24,14 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from nanorun import console, home
-from nanorun.errors import UserError, json_fault
+from nanorun.errors import UserError, describe_json_error
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, LOCK = (
     "config.json",
@@ -39,8 +40,8 @@ CONFIG, METRICS, SUMMARY, CHECKPOINTS, LOCK = (
     "checkpoints",
     "lock",
 )
-SYNC_EVERY = 5.0  # seconds of metrics that a power cut may take; a killed process loses nothing
-CHAT_KINDS = ("sft", "rl")  # runs whose models were taught to answer
+SYNC_EVERY = 5.0  # seconds of metrics that a power failure may lose; a killed process loses nothing
+CHAT_KINDS = ("sft", "rl")  # kinds of run whose models answer questions
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -48,109 +49,92 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class Run:
     """`with Run.open(name, config) as run: run.log({...})`."""
 
-    def __init__(self, name: str, folder: Path, config: dict[str, Any], lock: "_Lock | None") -> None:
+    def __init__(self, name: str, folder: Path, config: dict[str, Any], lock: IO[bytes] | None) -> None:
         self.name, self.folder, self.config = name, folder, config
-        self._lock = lock
+        self._lock = lock  # None: this process does not own the run
         self._metrics: int | None = None  # a file descriptor, opened by the first record
-        self._synced = 0.0
+        self._synced_at = 0.0
 
     @classmethod
     def open(cls, name: str, config: Mapping[str, Any], *, fresh: bool = False, lock: bool = True) -> "Run":
-        """Begins the run, or goes on with it if its folder exists and was begun with the same config."""
+        """Starts the run, or resumes it if its folder exists and has the same config."""
         home.check_name(name, "run")
         folder = home.runs_dir() / name
-        wanted = json.loads(json.dumps(config))  # as it reads back: tuples are lists
+        stored: dict[str, Any] = json.loads(json.dumps(config))  # as it reads back: tuples are lists
         if not lock:
-            return cls(name, folder, wanted, None)
+            return cls(name, folder, stored, None)
         home.make_home()
-        held: _Lock | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held = _Lock.take(folder / LOCK, name)
-            _clear_up(folder)
-            if fresh:
-                _begin_anew(folder, wanted)
-            elif (folder / CONFIG).exists():
-                _check_same(name, read_config(name), wanted)
-            else:
-                write_json(folder / CONFIG, wanted)
-            (folder / CHECKPOINTS).mkdir(exist_ok=True)
-            _cut_torn_line(folder / METRICS)
+            with ExitStack() as on_error:
+                handle = _take_lock(folder / LOCK, name)
+                on_error.callback(_release_lock, handle)
+                _recover(folder)
+                if fresh:
+                    _start_over(folder, stored)
+                elif (folder / CONFIG).exists():
+                    _check_same_config(name, read_config(name), stored)
+                else:
+                    write_json(folder / CONFIG, stored)
+                (folder / CHECKPOINTS).mkdir(exist_ok=True)
+                _drop_partial_line(folder / METRICS)
+                on_error.pop_all()
         except OSError as error:
-            if held is not None:
-                held.release()
             raise UserError(
-                f"The run folder {folder} cannot be written ({error.strerror}): make room or give yourself "
-                "the rights there, or set NANORUN_HOME to another folder."
+                f"The run folder {folder} cannot be written ({error.strerror}): free space or fix the permissions "
+                "there, or set NANORUN_HOME to another folder."
             ) from error
-        except BaseException:
-            if held is not None:
-                held.release()
-            raise
-        return cls(name, folder, wanted, held)
+        return cls(name, folder, stored, handle)
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / CHECKPOINTS
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Appends one line, which survives a kill at once and a power cut after a few seconds."""
+        """Appends one line, which survives a kill at once and a power failure after a few seconds."""
         if self._lock is None:
             return
-        line = (json.dumps(_plain(record), allow_nan=False) + "\n").encode()
+        line = (json.dumps(_to_json(record), allow_nan=False) + "\n").encode()
         path = self.folder / METRICS
         if self._metrics is None:
             self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        before = os.fstat(self._metrics).st_size
+        size_before = os.fstat(self._metrics).st_size
         try:
             while line:
                 line = line[os.write(self._metrics, line) :]
         except OSError as error:
-            os.ftruncate(self._metrics, before)  # no torn line for those who read on
+            os.ftruncate(self._metrics, size_before)  # readers never see a partial line
             raise UserError(
-                f"{path} cannot be written ({error.strerror}): make room there, then start the same command "
-                "again; it goes on from the last checkpoint."
+                f"{path} cannot be written ({error.strerror}): free space there, then run the same command "
+                "again; it resumes from the last checkpoint."
             ) from error
-        if time.monotonic() - self._synced >= SYNC_EVERY:
+        if time.monotonic() - self._synced_at >= SYNC_EVERY:
             self._sync()
 
     def rewind_metrics(self, step: int) -> int:
-        """Takes out what was logged after `step`, which is about to be done again. Says how many lines."""
-        if self._lock is None:
+        """Removes what was logged after `step`, which is about to run again. Returns the number of lines removed."""
+        path = self.folder / METRICS
+        if self._lock is None or not path.exists():
             return 0
         self._close_metrics()
-        path = self.folder / METRICS
-        if not path.exists():
-            return 0
-        removed = 0
-        beside = path.with_suffix(".jsonl.tmp")
-        with open(path, "rb") as old, open(beside, "wb") as new:
-            for line in old:
-                record = _parse(line)
-                if record is None or _step(record) > step:
-                    removed += 1
-                else:
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        if removed:
-            beside.replace(path)
-            home.sync(path.parent)
-        else:
-            beside.unlink()
-        return removed
+        lines = path.read_bytes().splitlines(keepends=True)
+        records = [(line, _parse(line)) for line in lines]
+        kept = [line for line, record in records if record is not None and _step(record) <= step]
+        if len(kept) < len(lines):
+            home.replace_file(path, b"".join(kept))
+        return len(lines) - len(kept)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         return read_metrics(self.folder)
 
     def write_summary(self, record: Mapping[str, Any]) -> None:
         if self._lock is not None:
-            write_json(self.folder / SUMMARY, _plain(record))
+            write_json(self.folder / SUMMARY, _to_json(record))
 
     def close(self) -> None:
         self._close_metrics()
         if self._lock is not None:
-            self._lock.release()
+            _release_lock(self._lock)
             self._lock = None
 
     def __enter__(self) -> Self:
@@ -164,7 +148,7 @@ class Run:
     def _sync(self) -> None:
         if self._metrics is not None:
             os.fsync(self._metrics)
-            self._synced = time.monotonic()
+            self._synced_at = time.monotonic()
 
     def _close_metrics(self) -> None:
         if self._metrics is not None:
@@ -177,55 +161,50 @@ class Run:
 class RunInfo:
     name: str
     kind: str | None  # config's "kind": base, sft or rl
-    changed: float  # when something was last written, in seconds since 1970
+    modified: float  # when something was last written, in seconds since 1970
     checkpoint: int | None  # the newest one's step
     finished: bool
-    fault: str = ""  # what is wrong with its config.json
+    config_error: str = ""  # what is wrong with its config.json
 
 
 def list_runs() -> list[RunInfo]:
-    """The runs of this home, the one last worked on first."""
+    """The runs of this home, the last modified first."""
     found = []
     for path in home.runs_dir().glob(f"[!.]*/{CONFIG}"):
-        folder, kind, fault = path.parent, None, ""
+        folder, kind, config_error = path.parent, None, ""
         try:
             kind = read_config(folder.name).get("kind")
         except UserError as error:
-            fault = str(error)
+            config_error = str(error)
         steps = [int(entry.name) for entry in folder.glob(f"{CHECKPOINTS}/*") if entry.name.isdecimal()]
-        changed = max(f.stat().st_mtime for f in (path, folder / METRICS, folder / SUMMARY) if f.exists())
+        modified = max(f.stat().st_mtime for f in (path, folder / METRICS, folder / SUMMARY) if f.exists())
         finished = (folder / SUMMARY).exists()
-        found.append(RunInfo(folder.name, kind, changed, max(steps, default=None), finished, fault))
-    return sorted(found, key=lambda run: (-run.changed, run.name))
+        found.append(RunInfo(folder.name, kind, modified, max(steps, default=None), finished, config_error))
+    return sorted(found, key=lambda run: (-run.modified, run.name))
 
 
 def newest_run(kind: str | None = None, *, with_checkpoint: bool = False) -> str | None:
-    """The name of the run last worked on (of that kind; that has a model to load)."""
-    for run in loadable_runs() if with_checkpoint else list_runs():
-        if kind in (None, run.kind):
-            return run.name
-    return None
+    """The name of the last modified run (of that kind; with a model to load)."""
+    runs = loadable_runs() if with_checkpoint else list_runs()
+    return next((run.name for run in runs if kind in (None, run.kind)), None)
 
 
 def loadable_runs() -> list[RunInfo]:
-    """The runs whose models can be loaded, newest first; a line names those whose configuration is damaged."""
-    found = []
-    for run in list_runs():
-        if run.checkpoint is not None and run.fault:
-            console.say(f"skipping the run '{run.name}': {run.fault}")
-        elif run.checkpoint is not None:
-            found.append(run)
-    return found
+    """The runs whose models can be loaded, newest first. Reports those whose configuration is damaged."""
+    runs = [run for run in list_runs() if run.checkpoint is not None]
+    for run in runs:
+        if run.config_error:
+            console.say(f"skipping the run '{run.name}': {run.config_error}")
+    return [run for run in runs if not run.config_error]
 
 
-def speakers() -> list[str]:
-    """The runs to talk to, the best first: the newest whose model answers, then the newest of the others."""
-    loadable = loadable_runs()
-    return [run.name for run in sorted(loadable, key=lambda run: run.kind not in CHAT_KINDS)]
+def runs_for_chat() -> list[str]:
+    """The runs to chat with, the default first: chat models from the newest, then base models from the newest."""
+    return [run.name for run in sorted(loadable_runs(), key=lambda run: run.kind not in CHAT_KINDS)]
 
 
-def newest_speaker() -> str | None:
-    return next(iter(speakers()), None)
+def default_chat_run() -> str | None:
+    return next(iter(runs_for_chat()), None)
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -233,19 +212,19 @@ def read_config(name: str) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(record, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("not a JSON object")
         return record
     except FileNotFoundError:
         known = ", ".join(run.name for run in list_runs()) or "none yet"
-        raise UserError(f"There is no run '{name}' in {home.runs_dir()} (there: {known}).") from None
+        raise UserError(f"There is no run '{name}' in {home.runs_dir()} (existing runs: {known}).") from None
     except ValueError as error:
         raise UserError(
-            f"{path} is damaged ({json_fault(error)}): put it back from a copy, or begin anew with --fresh."
+            f"{path} is damaged ({describe_json_error(error)}): restore it from a copy, or start over with --fresh."
         ) from error
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The records of a run, also of one that is being written; a torn line is passed over."""
+    """The records of a run, also while it is being written; a partial line is skipped."""
     path = folder / METRICS
     if not path.exists():
         return
@@ -260,73 +239,59 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """The file is the old one or the new one, at every moment."""
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(json.dumps(record, indent=1, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    home.sync(path.parent)
+    """Atomically: the file is the old one or the new one, at every moment."""
+    home.replace_file(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
-class _Lock:
-    """Who works in a folder. Freed by `release`, or by the kernel when the process is gone."""
-
-    def __init__(self, handle: IO[bytes]) -> None:
-        self._handle = handle
-        # A forked data worker must not keep the lock of a parent that was killed.
-        os.register_at_fork(after_in_child=handle.close)
-
-    @classmethod
-    def take(cls, path: Path, name: str) -> "_Lock":
-        handle = open(path, "a+b", buffering=0)  # noqa: SIM115 - it stays open as long as the lock
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _read_holder(handle)
+def _take_lock(path: Path, name: str) -> IO[bytes]:
+    """The open file holds the lock. The kernel releases it when the process is gone."""
+    handle = open(path, "a+b", buffering=0)  # noqa: SIM115 - it stays open as long as the lock
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = _read_owner(handle)
+        handle.close()
+        raise UserError(
+            f"The run '{name}' is in use by {owner}: wait for it, stop it, or choose another --name."
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
             handle.close()
-            raise UserError(
-                f"The run '{name}' is in use by {holder}: wait for it, stop it, or choose another --name."
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                handle.close()
-                raise
-            console.say(f"{path.parent} cannot be locked here: let no second process train '{name}'.")
-        handle.truncate(0)
-        handle.write((json.dumps(_myself()) + "\n").encode())
-        return cls(handle)
-
-    def release(self) -> None:
-        if not self._handle.closed:
-            self._handle.truncate(0)
-            self._handle.close()
-
-
-def _myself() -> dict[str, Any]:
-    return {
+            raise
+        console.say(f"{path.parent} does not support locks: start no second process that trains '{name}'.")
+    # A forked data worker must not hold the lock of a parent that was killed.
+    os.register_at_fork(after_in_child=handle.close)
+    owner_record = {
         "pid": os.getpid(),
         "host": platform.node(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(sys.orig_argv)[:500],
     }
+    handle.truncate(0)
+    handle.write((json.dumps(owner_record) + "\n").encode())
+    return handle
 
 
-def _read_holder(handle: IO[bytes]) -> str:
+def _release_lock(handle: IO[bytes]) -> None:
+    if not handle.closed:
+        handle.truncate(0)
+        handle.close()
+
+
+def _read_owner(handle: IO[bytes]) -> str:
     handle.seek(0)
     try:
-        who = json.loads(handle.read())
-        return f"process {who['pid']} on {who['host']} since {who['started']} ({who['command']})"
+        owner = json.loads(handle.read())
+        return f"process {owner['pid']} on {owner['host']} since {owner['started']} ({owner['command']})"
     except (ValueError, KeyError, TypeError):
-        return "another process"  # which has only just begun to write its name
+        return "another process"  # which has not written its record yet
 
 
-def _begin_anew(folder: Path, config: dict[str, Any]) -> None:
-    """Moves what is in the folder aside, and deletes it only when the new run is there.
+def _start_over(folder: Path, config: dict[str, Any]) -> None:
+    """Moves the old contents aside, and deletes them only when the new run exists.
 
-    The lock stays where it is, so the folder is ours all the time. The old config goes first and the new
-    one comes last: a folder without one is in the middle of this, and `_clear_up` undoes it.
+    The lock stays where it is, so the folder is ours throughout. The old config is moved first and the new one is
+    written last: a folder without one was interrupted in the middle of this, and `_recover` undoes it.
     """
     old = folder.with_name(f".{folder.name}.old-{platform.node()}-{os.getpid()}")
     old.mkdir()
@@ -337,10 +302,10 @@ def _begin_anew(folder: Path, config: dict[str, Any]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _clear_up(folder: Path) -> None:
-    """After a killed process; from a killed --fresh back to the old run, if the new one was not there yet."""
-    for half_written in folder.glob("*.tmp"):
-        half_written.unlink()
+def _recover(folder: Path) -> None:
+    """Cleans up after a killed process. A killed --fresh is undone unless the new run existed already."""
+    for temporary in folder.glob("*.tmp"):
+        temporary.unlink()
     for old in folder.parent.glob(f".{folder.name}.old-*"):
         if not (folder / CONFIG).exists():
             for entry in sorted(old.iterdir(), key=lambda entry: entry.name == CONFIG):
@@ -348,20 +313,8 @@ def _clear_up(folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_same(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    found = sorted(_differences(_completed(old), new), key=lambda change: _typed_first(change[0]))
-    changes = [f"{_TYPED.get(path, path)} was {was} and is now {now}" for path, was, now in found]
-    if changes:
-        more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
-        raise UserError(
-            f"The run '{name}' was begun with other settings ({'; '.join(changes[:3])}{more}): give those "
-            f"again to go on with it (--config {home.runs_dir() / name / CONFIG} gives them all), --fresh to throw it "
-            "away and begin anew, or another --name."
-        )
-
-
-# Fields that a person sets, by the option that sets them; most others follow from these.
-_TYPED = {
+# Fields that a user sets, by the option that sets them; most others are derived from these.
+_OPTIONS = {
     "model.depth": "--depth",
     "model.context": "--context",
     "data": "--data",
@@ -376,15 +329,27 @@ _TYPED = {
 }
 
 
-def _typed_first(path: str) -> int:
-    """Then what they give directly, then the rest of the model, and the rates that follow from it all."""
-    if path in _TYPED:
-        return list(_TYPED).index(path)
-    return 100 + ["model", "optim"].index(path.split(".")[0]) if path.startswith(("model.", "optim.")) else 99
+def _check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    found = sorted(_differences(_with_defaults(old), new), key=lambda change: _rank(change[0]))
+    changes = [f"{_OPTIONS.get(path, path)} was {was} and is now {now}" for path, was, now in found]
+    if changes:
+        more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise UserError(
+            f"The run '{name}' was started with other settings ({'; '.join(changes[:3])}{more}): use those "
+            f"to resume it (--config {home.runs_dir() / name / CONFIG} sets them all), --fresh to delete it and "
+            "start over, or another --name."
+        )
 
 
-def _completed(old: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of an earlier nanorun, with what it did not know yet at its default."""
+def _rank(path: str) -> int:
+    """Options first, then other fields, then the model's, and last the learning rates derived from all of them."""
+    if path in _OPTIONS:
+        return list(_OPTIONS).index(path)
+    return len(_OPTIONS) + {"model": 1, "optim": 2}.get(path.partition(".")[0], 0)
+
+
+def _with_defaults(old: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of an earlier nanorun, with fields that it did not have at their defaults."""
     from nanorun.config import Config
 
     try:
@@ -406,27 +371,21 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str,
         yield path, json.dumps(old), json.dumps(new)
 
 
-def _plain(value: Any) -> Any:
-    """The value as valid JSON: NaN and infinities as words, tensors and arrays as numbers."""
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _to_json(value: Any) -> Any:
+    """The value as valid JSON: NaN and infinities as strings, tensors and arrays as numbers."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    return str(value)
+        return _to_json(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)  # "NaN", "Infinity" or "-Infinity"
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a whole line, None for a torn one."""
+    """The record of a complete line, None for a partial one."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -442,20 +401,10 @@ def _step(record: dict[str, Any]) -> float:
     return step if isinstance(step, int | float) else -math.inf
 
 
-def _cut_torn_line(path: Path) -> None:
-    """A crash in the middle of a record must not glue the next one to it."""
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        keep = end
-        while keep:
-            start = max(keep - 65536, 0)
-            file.seek(start)
-            newline = file.read(keep - start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
-        if keep < end:
-            file.truncate(keep)
+def _drop_partial_line(path: Path) -> None:
+    """After a crash in the middle of a record, so that the next one is not appended to it."""
+    if path.exists():
+        content = path.read_bytes()
+        complete = content.rfind(b"\n") + 1
+        if complete < len(content):
+            os.truncate(path, complete)

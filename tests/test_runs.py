@@ -15,7 +15,7 @@ import pytest
 
 from nanorun.config import Config, scale
 from nanorun.errors import UserError
-from nanorun.runs import Run, list_runs, newest_run, newest_speaker, read_config, read_metrics
+from nanorun.runs import Run, default_chat_run, list_runs, newest_run, read_config, read_metrics
 
 CONFIG = {"kind": "base", "model": {"depth": 4, "windows": ["S", "L"]}, "train": {"steps": 10, "seed": 0}}
 
@@ -23,8 +23,12 @@ HOLDER = """
 import os, sys, time
 from nanorun.runs import Run
 run = Run.open("mine", {"a": 1})
-if "fork" in sys.argv and os.fork() == 0:
-    time.sleep(60)
+if "fork" in sys.argv:
+    ready, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, b".")
+        time.sleep(60)
+    os.read(ready, 1)  # the child has run what it registered to run after a fork
 run.log({"step": 1})
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -136,7 +140,7 @@ def test_a_damaged_run_is_passed_over_and_named(home, capsys):
         os.utime(run.folder / "config.json", (1000 + age, 1000 + age))
     assert newest_run(with_checkpoint=True) == "damaged"
     (home / "runs" / "damaged" / "config.json").write_text('{"kind":')
-    assert newest_run(with_checkpoint=True) == newest_speaker() == "sound"
+    assert newest_run(with_checkpoint=True) == default_chat_run() == "sound"
     assert "skipping the run 'damaged'" in capsys.readouterr().err
 
 
@@ -332,7 +336,7 @@ def test_the_newest_run_is_the_one_last_worked_on(home):
         ("three", None, False),
         ("one", 7, False),
     ]
-    assert list_runs()[0].changed > time.time() - 100
+    assert list_runs()[0].modified > time.time() - 100
 
 
 def test_a_damaged_config_is_named_and_fresh_helps(home):

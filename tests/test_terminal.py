@@ -27,7 +27,7 @@ from nanorun.chat.conversation import Dialogue, Options, Speaker
 from nanorun.chat.screen import visible
 from nanorun.chat.wrap import Wrap, cells
 from nanorun.infer.request import Sampling
-from nanorun.runs import newest_speaker
+from nanorun.runs import default_chat_run
 from nanorun.text.chat import render
 from nanorun.tools.sandbox import Sandbox, SandboxUnavailable
 
@@ -120,9 +120,9 @@ def test_a_base_model_continues_the_text_and_says_so_on_stderr(trained):
 
 
 def test_the_newest_chat_model_is_taken_and_without_one_the_newest_base_model(talkers):
-    assert newest_speaker() == "talker", "though the base model is newer"
+    assert default_chat_run() == "talker", "though the base model is newer"
     shutil.rmtree(talkers / "runs" / "talker")
-    assert newest_speaker() == "writer"
+    assert default_chat_run() == "writer"
 
 
 def test_a_model_that_is_damaged_is_passed_over_and_named(talkers):

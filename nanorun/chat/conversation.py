@@ -22,7 +22,7 @@ from typing import Any, Literal
 from nanorun.errors import UserError
 from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settings, Tool
 from nanorun.infer.load import load_model
-from nanorun.runs import CHAT_KINDS, speakers
+from nanorun.runs import CHAT_KINDS, runs_for_chat
 from nanorun.text.chat import ConversationCut, Part, ReplyStream, join_pieces, render, render_prompt
 from nanorun.tools.calls import Function, ToolState, calculate, python_tool
 from nanorun.tools.sandbox import Sandbox
@@ -51,7 +51,7 @@ class Speaker:
 
     def __init__(self, options: Options) -> None:
         function = _function(options.tools)
-        loaded = load_model(options.model, speakers())
+        loaded = load_model(options.model, runs_for_chat())
         self.name, self.step, config, model = loaded.run, loaded.step, loaded.config, loaded.model
         self.chats = config.kind in CHAT_KINDS
         self.parameters, self.data = config.model.total_parameters, config.data

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanorun import home
-from nanorun.errors import UserError, json_fault
+from nanorun.errors import UserError, describe_json_error
 
 MANIFEST = "dataset.json"
 ROW_GROUP_DOCUMENTS = 1000
@@ -154,7 +154,7 @@ def _read_manifest(folder: Path) -> Dataset:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): give yourself the rights.") from error
     except (ValueError, KeyError, TypeError) as error:
-        fault = json_fault(error) if isinstance(error, ValueError) else "not all is there"
+        fault = describe_json_error(error) if isinstance(error, ValueError) else "not all is there"
         raise UserError(f"{path} is damaged ({fault}): add or get the dataset again.") from error
 
 

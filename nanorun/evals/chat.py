@@ -32,7 +32,7 @@ from nanorun.evals.replies import Answer, Manner, answer_task, asked
 from nanorun.infer.load import load_model, model_from_weights
 from nanorun.model.gpt import GPT
 from nanorun.provenance import record
-from nanorun.runs import speakers
+from nanorun.runs import runs_for_chat
 from nanorun.tasks.task import Task
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ class Options:
 
 def evaluate_chat(options: Options) -> dict[str, Any]:
     """Answers, judges and keeps; the figures as one record."""
-    loaded = load_model(options.model, speakers())
+    loaded = load_model(options.model, runs_for_chat())
     name, step, config, model = loaded.run, loaded.step, loaded.config, loaded.model
     tokenizer = open_tokenizer(config.tokenizer)
     tasks = open_tasks(options, config.data)

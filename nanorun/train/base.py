@@ -20,7 +20,7 @@ from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import Source, open_source
 from nanorun.data.vocabulary import build_sample
-from nanorun.errors import UserError, json_fault
+from nanorun.errors import UserError, describe_json_error
 from nanorun.evals.bpb import bpb_evaluator
 from nanorun.infer.plain import generate
 from nanorun.model.attention import choose_backends
@@ -90,7 +90,9 @@ def read_config(path: Path) -> Config:
     except OSError as error:
         raise UserError(f"Cannot read the configuration {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({json_fault(error)}): use a run's config.json.") from error
+        raise UserError(
+            f"{path} is not JSON ({describe_json_error(error)}): use a run's config.json."
+        ) from error
 
 
 def override(config: Config, model: dict[str, Any], train: dict[str, Any], **names: str | None) -> Config:
