@@ -1,10 +1,10 @@
-"""What lies in a GPU's memory when most of it is taken, by the line that asked for it.
+"""What occupies GPU memory at the peak of a training step, by the line of code that allocated it.
 
     python benchmarks/peak.py WORK [--depth 12] [--rows 16] [--lines 40]
 
 WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer), as for benchmarks/speed.py. A first step
-compiles; of the second, launched kernel by kernel, every request for memory is recorded with its stack. What was
-there before (weights, gradients, the optimizer's states) is one line, `before`. Compiled code is shown as the compiler
+compiles. In the second, which launches each kernel by itself, every allocation is recorded with its stack. Memory
+allocated earlier (weights, gradients, optimizer states) is one line, `before`. Compiled code is shown as Inductor
 wrote it.
 """
 
@@ -25,19 +25,19 @@ sys.path.insert(0, str(ROOT))
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What one line of code holds at the peak."""
+class Allocations:
+    """The memory that one line of code holds at the peak."""
 
-    where: str
+    line: str
     blocks: int
     size: int
 
 
-def at_peak(trace: Iterable[Mapping[str, Any]]) -> tuple[int, list[Holding]]:
-    """The most bytes held at once beyond what was there before the trace, and by whom, the largest first.
+def at_peak(trace: Iterable[Mapping[str, Any]]) -> tuple[int, list[Allocations]]:
+    """The most bytes allocated at once since the trace began, and by which lines, the largest first.
 
-    A block is held until it can be given to another, which is after the one that has it is done with it on every
-    stream ("free_completed"). Blocks from before the trace that are freed within it count as less than nothing.
+    A block counts until the allocator can reuse it, which is after its owner is done with it on every stream
+    ("free_completed"). A block from before the trace that is freed within it counts as negative.
     """
     events = [event for event in trace if event["action"] in ("alloc", "free_completed")]
     sums = [0, *itertools.accumulate(e["size"] if e["action"] == "alloc" else -e["size"] for e in events)]
@@ -48,19 +48,19 @@ def at_peak(trace: Iterable[Mapping[str, Any]]) -> tuple[int, list[Holding]]:
             live[event["addr"]] = event
         else:
             live.pop(event["addr"], None)
-    return most, grouped(live.values())
+    return most, group_by_line(live.values())
 
 
-def grouped(blocks: Iterable[Mapping[str, Any]]) -> list[Holding]:
-    sums: dict[str, list[int]] = defaultdict(list)
+def group_by_line(blocks: Iterable[Mapping[str, Any]]) -> list[Allocations]:
+    sizes_by_line: dict[str, list[int]] = defaultdict(list)
     for block in blocks:
-        sums[where(block.get("frames", []))].append(block["size"])
-    found = [Holding(name, len(sizes), sum(sizes)) for name, sizes in sums.items()]
-    return sorted(found, key=lambda holding: -holding.size)
+        sizes_by_line[allocating_line(block.get("frames", []))].append(block["size"])
+    found = [Allocations(line, len(sizes), sum(sizes)) for line, sizes in sizes_by_line.items()]
+    return sorted(found, key=lambda allocations: -allocations.size)
 
 
-def where(frames: list[Mapping[str, Any]]) -> str:
-    """The innermost frame of ours, or of code that the compiler wrote, with its text; else the innermost at all."""
+def allocating_line(frames: list[Mapping[str, Any]]) -> str:
+    """The innermost frame in nanorun or in compiled code, with its source line; else the innermost of all."""
     for frame in frames:  # innermost first
         path = Path(frame["filename"])
         compiled = frame["name"] == "call" and "torch/" not in path.as_posix()
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
             trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
             torch.cuda.memory._record_memory_history(enabled=None)
-    most, holdings = at_peak(trace)
+    most, allocations = at_peak(trace)
     tokens = args.rows * config.model.context
     return record(
         "peak",
@@ -106,12 +106,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         traced_gib=most / 2**30,
         holdings=[
             {
-                "where": holding.where,
-                "blocks": holding.blocks,
-                "gib": holding.size / 2**30,
-                "bytes_a_token": round(holding.size / tokens, 1),
+                "where": each.line,
+                "blocks": each.blocks,
+                "gib": each.size / 2**30,
+                "bytes_a_token": round(each.size / tokens, 1),
             }
-            for holding in holdings
+            for each in allocations
         ],
     )
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("work", type=Path, metavar="WORK")
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--rows", type=int, default=16, help="rows of a micro-batch")
-    parser.add_argument("--lines", type=int, default=40, help="lines of the table; the file has all")
+    parser.add_argument("--lines", type=int, default=40, help="lines of the table (the file has all)")
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")
     parser.add_argument("--batch-tokens", type=int, default=524_288)
@@ -131,10 +131,10 @@ def main() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        parser.error("There is no GPU here; benchmarks/pretend.py tells the peak without one.")
+        parser.error("No GPU found. Without one, benchmarks/fake_gpu.py measures the size of the peak.")
     os.environ["NANORUN_HOME"] = str(args.work)
     found = measure(args)
-    print(f"{'GiB':>7} {'bytes a token':>14} {'blocks':>7}")
+    print(f"{'GiB':>7} {'bytes/token':>14} {'blocks':>7}")
     print(f"{found['before_gib']:7.2f} {'':>14} {'':>7} before")
     for row in found["holdings"][: args.lines]:
         print(f"{row['gib']:7.2f} {row['bytes_a_token']:14,.0f} {row['blocks']:7} {row['where'][:150]}")

@@ -1,4 +1,4 @@
-"""benchmarks/peak.py names what is held when most is, and nothing that was given back before or asked for after."""
+"""benchmarks/peak.py attributes the memory that is allocated at the peak, and only that, to lines of code."""
 
 import importlib.util
 from pathlib import Path
@@ -17,13 +17,13 @@ def event(action, addr, size, *frames):
     return {"action": action, "addr": addr, "size": size, "frames": list(frames)}
 
 
-def test_what_is_held_at_the_highest_point_is_told_by_line(tmp_path):
+def test_allocations_at_the_peak_are_grouped_by_line(tmp_path):
     code = tmp_path / "cabc.py"
     code.write_text("buf0 = empty_strided_cuda((8,), (1,))\nbuf1 = empty_strided_cuda((2,), (1,))\n")
     first, second = frame(code, 1), frame(code, 2)
     most, held = peak.at_peak(
         [
-            event("segment_alloc", 0, 1 << 20),  # a request to the driver, which is no tensor's
+            event("segment_alloc", 0, 1 << 20),  # the allocator asks the driver: no tensor
             event("alloc", 1, 100, first),
             event("alloc", 2, 30, second),
             event("free_requested", 1, 100),
@@ -37,7 +37,7 @@ def test_what_is_held_at_the_highest_point_is_told_by_line(tmp_path):
     )
     assert most == 145
     assert [(each.blocks, each.size) for each in held] == [(2, 80), (2, 65)]
-    assert "buf1 = empty_strided_cuda" in held[0].where
+    assert "buf1 = empty_strided_cuda" in held[0].line
 
 
 def test_memory_from_before_that_is_freed_makes_room():
@@ -48,11 +48,11 @@ def test_memory_from_before_that_is_freed_makes_room():
     assert sum(each.size for each in held) == 1100
 
 
-def test_a_line_of_ours_is_named_before_those_below_and_above_it():
+def test_a_line_of_nanorun_is_named_rather_than_its_callees_and_callers():
     ours = ROOT / "nanorun" / "model" / "kernels" / "fp8.py"
     below, above = frame("/site/torch/_ops.py", 5, "__call__"), frame("/site/cache/cxyz.py", 7)
-    assert peak.where([below, frame(ours, 1, "measure"), above]).startswith(
+    assert peak.allocating_line([below, frame(ours, 1, "measure"), above]).startswith(
         "nanorun/model/kernels/fp8.py:1 measure"
     )
-    assert peak.where([below]) == "/site/torch/_ops.py:5"
-    assert peak.where([]) == "unknown"
+    assert peak.allocating_line([below]) == "/site/torch/_ops.py:5"
+    assert peak.allocating_line([]) == "unknown"

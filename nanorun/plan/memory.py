@@ -20,7 +20,7 @@ Memory of one GPU at its peak, between the forward and the backward pass of any 
                  head, logits cover a part of a chunk and their gradient takes one byte, twice. (That path
                  concatenates nothing, but measurements show as much memory in use.)
                  With many rows, the backward pass of the last layer then needs more: 22 bytes times the width for
-                 each token (benchmarks/pretend.py).
+                 each token (benchmarks/fake_gpu.py).
     scratch      memory needed later, after activations are freed. Only what exceeds them counts, which happens only
                  for a large model with few rows. The larger of two: the last micro-batch's gradients of the matrices
                  and the head, before they are accumulated; and Muon's update of a stack of matrices, 6.6 times
@@ -42,7 +42,7 @@ from nanorun.optim.groups import stack_length
 # a few thousand stay in a CPU's caches.
 _MICRO_TOKENS = {"cuda": 65_536, "mps": 32_768, "cpu": 4_096}
 _LAST_LAYER_BYTES = 22
-_STACK_COPIES = 6.6  # copies of a stack at the peak of its update (benchmarks/pretend.py, d40)
+_STACK_COPIES = 6.6  # copies of a stack at the peak of its update (benchmarks/fake_gpu.py, d40)
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
 _USABLE = {
     "cuda": 0.94,
