@@ -23,12 +23,9 @@ from nanorun.errors import UserError
 from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settings, Tool
 from nanorun.infer.load import load_model
 from nanorun.runs import CHAT_KINDS, runs_for_chat
-from nanorun.text.chat import ConversationCut, Part, ReplyStream, join_pieces, render, render_prompt
+from nanorun.text.chat import ConversationCut, Part, Piece, join_pieces, render, render_prompt
 from nanorun.tools.calls import Function, ToolState, calculate, python_tool
 from nanorun.tools.sandbox import Sandbox
-
-# The kind of part, which is text, python, output (a tool's) or guess (an output that the model made up), and text.
-Piece = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Answer:
         self._arrived.put(None)
 
     def __iter__(self) -> Iterator[Piece]:
-        stream, pieces, reply = ReplyStream(self._speaker.tokenizer), list[Piece](), None
+        pieces, reply = list[Piece](), None
         handle = self._speaker.engine.submit(self.request, self._arrived.put)
         try:
             while reply is None:
@@ -125,14 +122,12 @@ class Answer:
                 if isinstance(event, BaseException):
                     raise event
                 reply = event.reply
-                ended = reply is not None and reply.finish == "stop"  # then the last token is what stopped it
-                for token_id in event.ids[:-1] if ended else event.ids:
-                    for kind, text in stream.push(token_id):
-                        pieces.append((kind, text))
-                        yield ("guess" if kind == "output" and not event.forced else kind), text
+                pieces += event.pieces
+                yield from event.pieces
         finally:
             handle.cancel()
-        self.parts, self.reply = join_pieces(pieces), reply
+        kept = [("output" if kind == "guess" else kind, text) for kind, text in pieces]  # as chat data has it
+        self.parts, self.reply = join_pieces(kept), reply
         self._keep(self)
 
     @property

@@ -1,7 +1,7 @@
 """The engine's input and output types: requests, events while they run, replies.
 
     Request   a prompt (token ids), sampling parameters, stop conditions
-    Event     what is new in one sample: tokens, and text that is final
+    Event     what is new in one sample: tokens, and pieces of text that are final
     Reply     one finished sample
 
 A request may ask for several samples of one prompt, which is then prefilled only once. A `Tool` receives the
@@ -9,11 +9,12 @@ tokens of a sample, may interrupt it with a call, and returns the tokens of its 
 sampled from the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from nanorun.errors import UserError
+from nanorun.text.chat import Piece
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16  # stop strings of one request
@@ -74,6 +75,7 @@ class Request:
     samples: int = 1
     logprobs: int | None = None  # None: none; 0: of the sampled tokens; n: and of the n most likely
     tool: Callable[[], Tool] | None = None
+    stream: bool = True  # False: one event per sample, when it is done
 
     def check(self, context: int, vocab_size: int, has_text: bool) -> None:
         if not self.prompt:
@@ -110,11 +112,19 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, under the model alone
 
 
+TokenLogprobs = tuple[int, Logprobs]
+
+
+def join_text(pieces: Iterable[Piece]) -> str:
+    """The text of a reply, without tool calls and their outputs."""
+    return "".join([text for kind, text in pieces if kind == "text"])
+
+
 @dataclass(frozen=True)
 class Reply:
     ids: list[int]  # sampled and forced, including the stop token
     forced: list[bool]  # per id; True for tool output
-    text: str  # without the stop token or string, and without an incomplete last character
+    text: str  # without tool calls, the stop token or string, and an incomplete last character
     finish: Finish
     prompt_tokens: int
     reused_tokens: int  # of the prompt, found in the cache
@@ -127,7 +137,11 @@ class Reply:
 class Event:
     sample: int  # which of the request's samples
     ids: tuple[int, ...]
-    forced: bool
-    text: str  # complete characters that cannot be the beginning of a stop string any more
-    logprobs: tuple[Logprobs, ...] = ()
+    pieces: tuple[Piece, ...]  # complete characters that cannot be the beginning of a stop string any more
+    # Of the sampled tokens whose text is emitted by now. Stop strings and tool calls have none.
+    logprobs: tuple[TokenLogprobs, ...] = ()
     reply: Reply | None = None  # with the last event of each sample
+
+    @property
+    def text(self) -> str:
+        return join_text(self.pieces)

@@ -4,13 +4,13 @@ Text is emitted once it is final. An incomplete UTF-8 character is held back unt
 the end of the text is held back while it may be the beginning of a stop string.
 """
 
-import codecs
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanorun.infer.cache import Slot
-from nanorun.infer.request import Event, Finish, Logprobs, Reply, Request
+from nanorun.infer.request import Event, Finish, Logprobs, Reply, Request, TokenLogprobs, join_text
+from nanorun.text.chat import Piece, ReplyStream
 from nanorun.text.stream import overlap
 from nanorun.text.tokenizer import Tokenizer
 
@@ -18,30 +18,66 @@ NO_LOGPROBS = Logprobs(0.0, 0.0)  # of a forced token
 
 
 class TextStream:
-    """Incremental detokenization: tokens in, final text out; `stopped` once a stop string has appeared."""
+    """Incremental detokenization: tokens in, pieces of final text out; `stopped` once a stop string has appeared.
+
+    Each part of a reply is searched for stop strings, except the output of a tool.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops, self._held_back = tokenizer, stops, ""
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._tokenizer, self._parts, self._stops = tokenizer, ReplyStream(tokenizer), stops
+        self._kind, self._held_back = "text", ""
+        self._decoded, self._emitted = 0, 0  # characters of sampled tokens
+        # Logprobs of tokens whose text is not emitted yet, with the position at which that text begins.
+        self._pending: list[tuple[int, TokenLogprobs]] = []
         self.stopped = False
 
-    def push(self, *ids: int, forced: bool = False) -> str:
-        text = self._held_back + self._utf8.decode(self._tokenizer.decode_bytes(ids))
-        if not self._stops or forced:  # a tool's output is not searched for stop strings
-            self._held_back = ""
-            return text
+    def push(self, *ids: int, logprobs: Logprobs | None = None, forced: bool = False) -> list[Piece]:
+        """With `logprobs`, `ids` is one token: `take_logprobs` returns its logprobs once its text is emitted."""
+        start, pieces = self._decoded, list[Piece]()
+        for kind, text in self._parts.push(*ids):
+            if forced:
+                pieces += [*self.flush(), (kind, text)]
+            else:
+                pieces += self._search("guess" if kind == "output" else kind, text)
+        if logprobs is not None and self._parts.kind == "text" and not self._tokenizer.is_special(ids[0]):
+            self._pending.append((start, (ids[0], logprobs)))
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """The text that was held back for a stop string. An incomplete character is dropped."""
+        return self._release(self._decoded)
+
+    def take_logprobs(self, *, at_end: bool) -> list[TokenLogprobs]:
+        """Of tokens whose text has been emitted, at least in part. The tokens of a stop string are left out."""
+        count = len(self._pending)
+        if self.stopped or not at_end:
+            count = next((at for at, (start, _) in enumerate(self._pending) if start >= self._emitted), count)
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        return [pair for _, pair in taken]
+
+    def _search(self, kind: str, text: str) -> list[Piece]:
+        """Truncates at a stop string, and holds back what may be the beginning of one."""
+        if self.stopped:
+            return []
+        start, self._decoded = self._decoded, self._decoded + len(text)
+        if not self._stops or not text:  # a piece without text begins another part
+            return [*self.flush(), (kind, text)]
+        pieces = self._release(start) if kind != self._kind else []
+        self._kind, text = kind, self._held_back + text
         matches = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if matches:
             self.stopped, self._held_back = True, ""
-            return text[: min(matches)]
+            self._emitted += min(matches)
+            return [*pieces, (kind, text[: min(matches)])]
         keep = max(overlap(text, stop) for stop in self._stops)
-        self._held_back = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self._held_back, self._emitted = text[len(text) - keep :], self._decoded - keep
+        return [*pieces, (kind, text[: len(text) - keep])] if len(text) > keep else pieces
 
-    def end(self) -> str:
-        """The text that was held back for a stop string. An incomplete character is dropped."""
+    def _release(self, emitted: int) -> list[Piece]:
+        if not self.stopped:
+            self._emitted = emitted
         held_back, self._held_back = self._held_back, ""
-        return held_back
+        return [(self._kind, held_back)] if held_back else []
 
 
 class SequenceState:
@@ -65,14 +101,13 @@ class SequenceState:
         self.finish: Finish | None = None
         # Steps are launched ahead. Those launched before a tool call or the end belong to an older epoch.
         self.epoch, self.steps_in_flight = 0, 0
-        self._tokenizer, self._emit = tokenizer, emit
+        self._emit, self._streams = emit, emit is not None and request.stream
         max_tokens = request.max_tokens or context
         self._context, self._remaining = context, min(max_tokens, context - self.prompt_length)
         self._stop_ids = frozenset(request.stop_ids)
-        streams_text = tokenizer is not None and (emit is not None or request.stop)
-        self._text_stream = TextStream(tokenizer, request.stop) if streams_text and tokenizer else None
-        self._emitted_text: list[str] = []
-        self._pending_text: list[str] = []  # of the next event
+        self._text_stream = TextStream(tokenizer, request.stop) if tokenizer is not None else None
+        self._pieces: list[Piece] = []  # of the whole reply
+        self._emitted_pieces = 0
         self._emitted_tokens = self._detokenized = self.prompt_length  # both count from the start of `tokens`
         self._ends_with_stop_token = False
         self.tool = request.tool() if request.tool is not None else None
@@ -103,13 +138,14 @@ class SequenceState:
         Returns the tool call, if any. With `emit` false the tokens become part of a later event. The first
         tokens are always emitted at once.
         """
-        call, appended = None, 0
+        call = None
         if not self._first_token_time:
             self._first_token_time, emit = time.perf_counter(), True
-        for token in tokens:
+        for at, token in enumerate(tokens):
             self.tokens.append(token)
-            appended += 1
             self._remaining -= 1
+            if self._logprobs is not None and logprobs is not None:
+                self._logprobs.append(logprobs[at])
             if token in self._stop_ids:
                 self.finish, self._ends_with_stop_token = "stop", True
                 break
@@ -125,16 +161,15 @@ class SequenceState:
                 break
             if call is not None:
                 break
-        if self._logprobs is not None and logprobs is not None:
-            self._logprobs += logprobs[:appended]
-        if emit and self._emit is not None and self.finish is None:
+        if emit and self._streams and self.finish is None:
             self._emit_event()
         return call
 
     def append_forced(self, tokens: Sequence[int]) -> None:
         """Appends the output of the tool, truncated to the context."""
         tokens = list(tokens[: self._context - len(self.tokens)])
-        if self._emit is not None and self._emitted_tokens < len(self.tokens):
+        self._detokenize()
+        if self._streams and self._emitted_tokens < len(self.tokens):
             self._emit_event()  # what was sampled before
         self._forced.append((len(self.tokens), len(self.tokens) + len(tokens)))
         self.tokens += tokens
@@ -144,20 +179,16 @@ class SequenceState:
         self._detokenize(forced=True)
         if self._remaining == 0:
             self.finish = "length"
-        if self._emit is not None:
-            self._emit_event(forced=True)
+        if self._streams:
+            self._emit_event()
 
     def end(self, finish: Finish) -> Reply:
         """Ends the sequence and emits its last event."""
         self.finish = finish
         self._detokenize()
         ids = self.tokens[self.prompt_length :]
-        text = ""
         if self._text_stream is not None:
-            self._pending_text.append(self._text_stream.end())
-            text = "".join((*self._emitted_text, *self._pending_text))
-        elif self._tokenizer is not None:
-            text = TextStream(self._tokenizer, ()).push(*(ids[:-1] if self._ends_with_stop_token else ids))
+            self._pieces += self._text_stream.flush()
         forced = [False] * len(ids)
         for start, stop in self._forced:
             forced[start - self.prompt_length : stop - self.prompt_length] = [True] * (stop - start)
@@ -165,7 +196,7 @@ class SequenceState:
         reply = Reply(
             ids,
             forced,
-            text,
+            join_text(self._pieces),
             finish,
             self.prompt_length,
             self.reused_tokens,
@@ -178,21 +209,22 @@ class SequenceState:
         return reply
 
     def _detokenize(self, forced: bool = False) -> None:
-        """Pushes new tokens to the text stream: one by one where stop strings are searched, else together."""
-        if self._text_stream is not None:
-            end = len(self.tokens) - self._ends_with_stop_token
-            text = self._text_stream.push(*self.tokens[self._detokenized : end], forced=forced)
-            self._pending_text.append(text)
-            self._detokenized = end
+        """Decodes the tokens that have no text yet: one by one where logprobs go with it, else together."""
+        if self._text_stream is None:
+            return
+        start, end = self._detokenized, len(self.tokens) - self._ends_with_stop_token
+        ids, self._detokenized = self.tokens[start:end], end
+        if self._emit is None or self._logprobs is None or forced:
+            self._pieces += self._text_stream.push(*ids, forced=forced)
+            return
+        for token, logprobs in zip(ids, self._logprobs[start - self.prompt_length :], strict=False):
+            self._pieces += self._text_stream.push(token, logprobs=logprobs)
 
-    def _emit_event(self, forced: bool = False, reply: Reply | None = None) -> None:
+    def _emit_event(self, reply: Reply | None = None) -> None:
         assert self._emit is not None
-        if reply is None and not forced:
-            self._detokenize()
-        text, ids = "".join(self._pending_text), self.tokens[self._emitted_tokens :]
-        logprobs: tuple[Logprobs, ...] = ()
-        if self._logprobs is not None and not forced:
-            logprobs = tuple(self._logprobs[self._emitted_tokens - self.prompt_length :])
-        self._emitted_text.append(text)
-        self._pending_text, self._emitted_tokens = [], len(self.tokens)
-        self._emit(Event(self.sample, tuple(ids), forced, text, logprobs, reply))
+        self._detokenize()
+        ids, pieces = self.tokens[self._emitted_tokens :], self._pieces[self._emitted_pieces :]
+        self._emitted_tokens, self._emitted_pieces = len(self.tokens), len(self._pieces)
+        stream = self._text_stream
+        logprobs = stream.take_logprobs(at_end=reply is not None) if stream is not None else []
+        self._emit(Event(self.sample, tuple(ids), tuple(pieces), tuple(logprobs), reply))

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanorun.infer.request import Event, Reply, Request
-from nanorun.serve.choices import Choice, News, chat_logprobs, text_logprobs
+from nanorun.serve.choices import News, chat_logprobs, text_logprobs
 from nanorun.serve.desk import Delivery
 from nanorun.serve.errors import ApiError, failed, timed_out
 from nanorun.serve.metrics import Metrics
@@ -69,13 +69,8 @@ class Answer(Response):
         super().__init__(media_type="text/event-stream" if order.stream else "application/json")
         self._order, self._delivery, self._limits, self._metrics = order, delivery, limits, metrics
         self._tokenizer = tokenizer
-        self._choices = [
-            Choice(tokenizer, request.stop, request.stop_ids)
-            for request in order.requests
-            for _ in range(order.samples)
-        ]
-        self._replies: list[Reply | None] = [None] * len(self._choices)
-        self._offsets = [0] * len(self._choices)  # characters of tokens whose log-probabilities were told
+        self._replies: list[Reply | None] = [None] * (len(order.requests) * order.samples)
+        self._offsets = [0] * len(self._replies)  # characters of tokens whose log-probabilities were told
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,20 +92,20 @@ class Answer(Response):
             self._metrics.duration.add(time.perf_counter() - self._delivery.begun)
 
     async def _write(self, send: Send) -> None:
-        self._delivery.deliver(self._order.requests, whole=not self._order.stream)
+        self._delivery.deliver(self._order.requests)
         if self._order.stream:
             await self._write_stream(send)
         else:
             await self._write_whole(send)
 
     async def _write_whole(self, send: Send) -> None:
-        choices: list[Any] = [None] * len(self._choices)
+        choices: list[Any] = [None] * len(self._replies)
         while None in self._replies:
             for number, event in await self._arrivals():
-                if event.reply is not None:
-                    at = number * self._order.samples + event.sample
-                    self._replies[at] = event.reply
-                    choices[at] = self._whole_choice(at, self._choices[at].take_whole(event.reply))
+                at, news = number * self._order.samples + event.sample, News()
+                news.add(event)
+                self._replies[at] = event.reply
+                choices[at] = self._whole_choice(at, news)
         self.body = _json(self._order.frame(choices, usage=self._usage()))
         self.headers["content-length"] = str(len(self.body))
         await self._send(send, self.body, last=True)
@@ -123,13 +118,13 @@ class Answer(Response):
         chunks: list[dict[str, Any]] = []
         if self._order.chat:
             role = {"role": "assistant", "content": ""}
-            chunks += [self._chunk(at, role) for at in range(len(self._choices))]
+            chunks += [self._chunk(at, role) for at in range(len(self._replies))]
         while None in self._replies:
             news: dict[int, News] = {}
             arrivals = await self._arrivals(KEEP_ALIVE_S if self._started else BEGIN_S)
             for number, event in arrivals:
                 at = number * self._order.samples + event.sample
-                news.setdefault(at, News()).add(self._choices[at].take(event))
+                news.setdefault(at, News()).add(event)
                 self._replies[at] = event.reply or self._replies[at]
             chunks += [chunk for at, new in news.items() for chunk in self._chunks(at, new)]
             data = b"".join([_sse(self._order.frame([chunk], **extra)) for chunk in chunks])

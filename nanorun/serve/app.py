@@ -186,7 +186,10 @@ class Service:
             ids = encode() if size <= QUICK else await run_sync(encode)
             sampling = self._sampling(asked)
             requests = [
-                infer.Request(prompt, sampling, stop=asked.stops, samples=samples, **common) for prompt in ids
+                infer.Request(
+                    prompt, sampling, stop=asked.stops, samples=samples, stream=bool(asked.stream), **common
+                )
+                for prompt in ids
             ]
             order = Order(
                 requests, self.speaker.name, self.fingerprint, chat, bool(asked.stream), asked.wants_usage

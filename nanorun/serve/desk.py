@@ -90,14 +90,13 @@ class Delivery:
     def engine(self) -> RemoteEngine:
         return self._desk.engines[self._number]
 
-    def deliver(self, requests: Sequence[Request], *, whole: bool) -> None:
-        """Submits. With `whole`, only the finished samples arrive."""
+    def deliver(self, requests: Sequence[Request]) -> None:
         for number, request in enumerate(requests):
 
             def listen(event: Event | BaseException, number: int = number) -> None:
                 self._arrive(number, event)
 
-            self._handles.append(self.engine.submit(request, listen, whole=whole))
+            self._handles.append(self.engine.submit(request, listen))
 
     async def take(self, patience: float) -> list[Arrival]:
         """All that has arrived, at least something; nothing after `patience` seconds."""

@@ -99,17 +99,14 @@ class RemoteEngine(asyncio.Protocol):
         # Of a duplicate: the loop closes its own, and `close` needs one when the loop has gone.
         await self._loop.create_unix_connection(lambda: self, sock=self._socket.dup())
 
-    def submit(self, request: Request, listener: Listener, *, whole: bool = False) -> RemoteHandle:
-        """Starts a request. Only for the event loop, where the listener is called, too.
-
-        With `whole`, it is only told the end of each sample.
-        """
+    def submit(self, request: Request, listener: Listener) -> RemoteHandle:
+        """Starts a request. Only for the event loop, where the listener is called, too."""
         request.check(self.context, self.vocab_size, has_text=True)
         if self.broken:
             raise engine_failed()
         key = next(self._keys)
         self._handles[key] = handle = RemoteHandle(self, key, request.samples, listener)
-        self.send(key, wire.pack_request(request, whole))
+        self.send(key, wire.pack_request(request))
         return handle
 
     def send(self, key: int, said: Any) -> None:

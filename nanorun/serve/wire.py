@@ -69,10 +69,9 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def pack_request(request: Request, whole: bool) -> tuple[Any, ...]:
+def pack_request(request: Request) -> tuple[Any, ...]:
     """A tool is code, and stays: only whether it may be called is said."""
     return (
-        whole,
         list(request.prompt),
         pack_sampling(request.sampling),
         request.max_tokens,
@@ -81,14 +80,14 @@ def pack_request(request: Request, whole: bool) -> tuple[Any, ...]:
         request.samples,
         request.logprobs,
         request.tool is not None,
+        request.stream,
     )
 
 
-def unpack_request(packed: tuple[Any, ...], tool: Callable[[], Tool] | None) -> tuple[bool, Request]:
-    whole, prompt, sampling, max_tokens, stop_ids, stop, samples, logprobs, calls = packed
-    return whole, Request(
-        prompt, Sampling(*sampling), max_tokens, stop_ids, stop, samples, logprobs, tool if calls else None
-    )
+def unpack_request(packed: tuple[Any, ...], tool: Callable[[], Tool] | None) -> Request:
+    prompt, sampling, max_tokens, stop_ids, stop, samples, logprobs, calls, stream = packed
+    own = tool if calls else None
+    return Request(prompt, Sampling(*sampling), max_tokens, stop_ids, stop, samples, logprobs, own, stream)
 
 
 def pack_event(event: Event) -> tuple[Any, ...]:
@@ -97,19 +96,13 @@ def pack_event(event: Event) -> tuple[Any, ...]:
         said = list(_reply(reply))
         if reply.logprobs is not None:
             said[_AT_LOGPROBS] = [_logprobs(of) for of in reply.logprobs]
-    logprobs = [_logprobs(of) for of in event.logprobs] if event.logprobs else None
-    return event.sample, event.ids, event.forced, event.text, logprobs, said if reply is not None else None
+    logprobs = [(token_id, *_logprobs(of)) for token_id, of in event.logprobs]
+    return event.sample, event.ids, event.pieces, logprobs, said if reply is not None else None
 
 
 def unpack_event(packed: tuple[Any, ...]) -> Event:
-    sample, ids, forced, text, logprobs, said = packed
+    sample, ids, pieces, logprobs, said = packed
     if said is not None and said[_AT_LOGPROBS] is not None:
         said[_AT_LOGPROBS] = [Logprobs(*of) for of in said[_AT_LOGPROBS]]
-    return Event(
-        sample,
-        ids,
-        forced,
-        text,
-        tuple(Logprobs(*of) for of in logprobs) if logprobs else (),
-        Reply(*said) if said is not None else None,
-    )
+    shown = tuple((token_id, Logprobs(*of)) for token_id, *of in logprobs)
+    return Event(sample, ids, pieces, shown, Reply(*said) if said is not None else None)

@@ -124,11 +124,10 @@ class Worker:
             self._written.put(None)
 
     def _begin(self, key: int, packed: tuple[Any, ...]) -> None:
-        whole, request = wire.unpack_request(packed, self._speaker.tool)
+        request = wire.unpack_request(packed, self._speaker.tool)
 
         def listen(event: "Event | BaseException") -> None:
-            if not whole or isinstance(event, BaseException) or event.reply is not None:
-                self._written.put((key, event))
+            self._written.put((key, event))
 
         with self._lock:  # its last event may come before there is a handle to forget
             try:

@@ -23,6 +23,8 @@ from nanorun.text.stream import StreamDecoder
 from nanorun.text.tokenizer import Tokenizer
 
 Part = dict[str, str]  # {"type": "text" | "python" | "output", "text": ...}
+# Kind of part and text. In a reply "output" is what a tool said, "guess" an output that the model made up.
+Piece = tuple[str, str]
 
 _TOOL_PARTS = {  # what opens and closes the part, and whether the model learns to produce it
     "python": ("<|python_start|>", "<|python_end|>", 1),
@@ -127,14 +129,25 @@ class ReplyStream:
         self.kind = "text"  # of the part that the next token belongs to
         self.ended = False  # another message has begun: nothing more is read
 
-    def push(self, token_id: int) -> list[tuple[str, str]]:
-        name, first = self._names.get(token_id), not self._begun
-        self._begun = True
+    def push(self, *ids: int) -> list[Piece]:
+        pieces, start = list[Piece](), 0
+        for at, token_id in enumerate(ids):
+            if (
+                name := self._names.get(token_id)
+            ) is not None:  # text between special tokens is decoded together
+                pieces += [*self._decode(ids[start:at]), *self._mark(name, first=not self._begun and at == 0)]
+                start = at + 1
+        self._begun = self._begun or bool(ids)
+        return [*pieces, *self._decode(ids[start:])]
+
+    def _decode(self, ids: Sequence[int]) -> list[Piece]:
+        text = self._decoder.push(*ids) if ids and not self.ended else ""
+        return [(self.kind, text)] if text else []
+
+    def _mark(self, name: str, first: bool) -> list[Piece]:
+        """A special token begins or ends a part, or ends the reply."""
         if self.ended:
             return []
-        if name is None:
-            text = self._decoder.push(token_id)
-            return [(self.kind, text)] if text else []
         if name in _OPENS:
             return [*self._turn_to(_OPENS[name]), (self.kind, "")]
         if name in _CLOSES:
@@ -144,11 +157,11 @@ class ReplyStream:
         self.ended = True
         return self.flush()
 
-    def flush(self) -> list[tuple[str, str]]:
+    def flush(self) -> list[Piece]:
         """What is left at the end: U+FFFD for an unfinished character."""
         return self._turn_to(self.kind)
 
-    def _turn_to(self, kind: str) -> list[tuple[str, str]]:
+    def _turn_to(self, kind: str) -> list[Piece]:
         before, self.kind = self.kind, kind
         rest = self._decoder.flush()
         return [(before, rest)] if rest else []
@@ -161,10 +174,10 @@ def parse_reply(ids: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
     a start. Whatever begins another message ends the reply. Neighbouring texts become one part.
     """
     stream = ReplyStream(tokenizer)
-    return join_pieces([*(piece for i in ids for piece in stream.push(i)), *stream.flush()])
+    return join_pieces([*stream.push(*ids), *stream.flush()])
 
 
-def join_pieces(pieces: Iterable[tuple[str, str]]) -> list[Part]:
+def join_pieces(pieces: Iterable[Piece]) -> list[Part]:
     """The parts that a stream's pieces make."""
     parts: list[Part] = []
     for kind, text in pieces:

@@ -11,6 +11,7 @@ from small_models import TEXT, grown, shape, some_prompts
 from nanorun.errors import UserError
 from nanorun.infer import plain
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
+from nanorun.infer.request import join_text
 from nanorun.infer.sequence import TextStream
 
 GREEDY = Sampling(temperature=0)
@@ -67,11 +68,11 @@ def test_stop_strings_span_tokens_and_are_not_part_of_the_reply(parrot, tokenize
 
 def test_what_may_become_a_stop_string_is_held_back_and_given_in_the_end(tokenizer):
     stream = TextStream(tokenizer, ["ab-", "b--"])
-    shown = [stream.push(ord(letter)) for letter in "xaab"]
+    shown = [join_text(stream.push(ord(letter))) for letter in "xaab"]
     assert shown == ["x", "", "a", ""]
-    assert stream.push(ord("c")) == "abc"
-    assert [stream.push(ord(letter)) for letter in "ab"] == ["", ""]
-    assert stream.end() == "ab"
+    assert stream.push(ord("c")) == [("text", "abc")]
+    assert [stream.push(ord(letter)) for letter in "ab"] == [[], []]
+    assert stream.flush() == [("text", "ab")]
 
 
 @pytest.mark.parametrize("stop", [(), ("nothing like it",)])
@@ -82,7 +83,7 @@ def test_spaced_events_say_the_same_and_the_first_token_comes_at_once(parrot, to
         with Engine(parrot, tokenizer, Settings(events_per_s=rate)) as engine:
             events = list(engine.events(request))
         ids = [token_id for event in events for token_id in event.ids]
-        logprobs = [of for event in events for of in event.logprobs]
+        logprobs = [of for event in events for _, of in event.logprobs]
         told.append((ids, logprobs, "".join(event.text for event in events)))
         assert (ids, logprobs, told[-1][2]) == (
             events[-1].reply.ids,
@@ -249,7 +250,9 @@ def test_a_tool_interrupts_and_its_answer_is_forced(parrot, tokenizer, async_sch
     assert len(reply.ids) - sum(reply.forced) == 40
     assert [lp.model for lp in reply.logprobs][at : at + 4] == [0.0] * 4
     assert "".join(event.text for event in events) == reply.text
-    assert next(event.forced for event in events if ord("<") in event.ids)
+    assert next(event.ids for event in events if ord("<") in event.ids) == tuple(b"<42>"), (
+        "an event of its own"
+    )
     prompt = [*request.prompt, *reply.ids[: at + 4]]
     after = plain.generate(parrot, [prompt], 3, temperature=0)[0]
     assert reply.ids[at + 4 : at + 7] == after, "what follows has read the answer"

@@ -10,11 +10,10 @@ from talkers import byte_tokenizer
 from nanorun.chat import conversation
 from nanorun.infer.request import Request, Sampling
 from nanorun.serve.app import Service, build
-from nanorun.serve.choices import Choice
 from nanorun.serve.metrics import Histogram
 from nanorun.serve.options import Limits, Options
 from nanorun.serve.remote import RemoteEngine, RemoteSpeaker
-from nanorun.text.chat import render_prompt
+from nanorun.text.chat import join_pieces, render_prompt
 
 
 @pytest.fixture
@@ -75,19 +74,19 @@ def test_requests_go_to_the_engine_with_least_to_do(speaker):
 @pytest.mark.parametrize("stops", [(), ("e:",), ("12+",), ("so",), ("42",)])
 def test_a_stream_and_a_whole_reply_say_the_same(trained, monkeypatch, stops):
     monkeypatch.setenv("NANORUN_HOME", str(trained))
-    tokenizer = byte_tokenizer()
-    prompt = render_prompt([{"role": "user", "content": "sum"}], tokenizer)
+    prompt = render_prompt([{"role": "user", "content": "sum"}], byte_tokenizer())
     with conversation.Speaker(conversation.Options()) as speaker:
         common = {"stop_ids": speaker.stop_ids, "stop": stops, "tool": speaker.tool, "logprobs": 1}
-        said = list(speaker.engine.events(Request(prompt, Sampling(temperature=0), **common)))
-    choice, reply = Choice(tokenizer, stops, speaker.stop_ids), said[-1].reply
-    bits = [choice.take(event) for event in said]
-    whole = Choice(tokenizer, stops, speaker.stop_ids).take_whole(reply)
-    assert [piece for news in bits for piece in news.pieces] == whole.pieces
-    assert [pair for news in bits for pair in news.logprobs] == whole.logprobs
-    assert not any(stop in part["text"] for part in whole.parts for stop in stops if part["type"] != "output")
+        ask = [Request(prompt, Sampling(temperature=0), **common, stream=stream) for stream in (True, False)]
+        said, (whole,) = (list(speaker.engine.events(request)) for request in ask)
+    parts = join_pieces(whole.pieces)
+    assert join_pieces(piece for event in said for piece in event.pieces) == parts
+    assert [token_id for event in said for token_id in event.ids] == list(whole.ids)
+    assert [pair for event in said for pair in event.logprobs] == list(whole.logprobs)
+    assert not any(stop in part["text"] for part in parts for stop in stops if part["type"] != "output")
     expected = {"e:": "Let me se", "12+": "Let me see: ", "so": "Let me see:  Quite "}
     assert whole.text == expected.get(stops[0] if stops else "", "Let me see:  Quite so.")
+    assert "".join(chr(token_id) for token_id, _ in whole.logprobs) == whole.text, "a token is a byte here"
 
 
 def test_a_histogram_counts_up_to_each_bound():

@@ -22,7 +22,7 @@ from nanorun.infer.request import Request, Sampling
 from nanorun.serve.app import Service, build
 from nanorun.serve.options import Options
 from nanorun.serve.remote import RemoteEngine, RemoteSpeaker
-from nanorun.text.chat import render_prompt
+from nanorun.text.chat import join_pieces, render_prompt
 
 LOOP = {"messages": [{"role": "user", "content": "loop"}], "temperature": 0}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -87,10 +87,11 @@ def test_an_engine_elsewhere_says_what_one_here_says(remote):
         told = []
         for sample in sorted({event.sample for event in said}):
             events = [event for event in said if event.sample == sample]
-            ids = [(token_id, event.forced) for event in events for token_id in event.ids]
-            logprobs = [of for event in events for of in event.logprobs]
+            ids = [token_id for event in events for token_id in event.ids]
+            parts = join_pieces(piece for event in events for piece in event.pieces)
+            logprobs = [pair for event in events for pair in event.logprobs]
             reply = replace(events[-1].reply, first_token_s=0, seconds=0)
-            told.append((ids, "".join(event.text for event in events), logprobs, reply))
+            told.append((ids, parts, logprobs, reply))
         return told
 
     elsewhere = asyncio.run(there())
@@ -104,7 +105,7 @@ def test_an_engine_elsewhere_says_what_one_here_says(remote):
             speaker.stop_ids,
             speaker.tool_name,
         )
-    assert any(event.forced for event in here[0]), "the tool has spoken"
+    assert any(here[0][-1].reply.forced), "the tool has spoken"
     assert [plain(said) for said in elsewhere] == [plain(said) for said in here]
     assert known == (
         remote.name,
