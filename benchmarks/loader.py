@@ -22,7 +22,7 @@ from tables import TABLES
 
 from nanorun.data.dataset import open_dataset
 from nanorun.data.loader import Loader
-from nanorun.data.packing import Pieces, plan_rows
+from nanorun.data.packing import Segments, pack
 from nanorun.data.rows import UNITS_PER_BLOCK, RowOrder, shuffled
 from nanorun.data.sources import Source, open_source
 from nanorun.provenance import record, write_and_print_result
@@ -44,25 +44,25 @@ def tokens_per_second(source: Source, rows: int, context: int, order: RowOrder, 
         return (after - before) / (end - start)
 
 
-def blocks(source: Source, limit: int) -> list[Pieces]:
+def blocks(source: Source, limit: int) -> list[Segments]:
     units = np.arange(source.units)[shuffled(source.units, 0, 0)]
     parts = [units[i : i + UNITS_PER_BLOCK].tolist() for i in range(0, len(units), UNITS_PER_BLOCK)]
-    return [source.load(part).pieces for part in parts[:limit]]
+    return [source.load(part).documents for part in parts[:limit]]
 
 
-def packing(pools: list[Pieces], context: int, how: Any, reuse: bool) -> dict[str, Any]:
+def packing(pools: list[Segments], context: int, how: Any, reuse: bool) -> dict[str, Any]:
     start = time.perf_counter()
-    plans = [plan_rows(pool, context, how, reuse) for pool in pools]
+    plans = [pack(pool, context, how, reuse) for pool in pools]
     took = time.perf_counter() - start
     content = sum(int(pool.lengths.sum()) for pool in pools)
-    pieces = sum(len(plan.segments) for plan in plans)
+    segments = sum(len(plan.segments) for plan in plans)
     documents = sum(len(pool) for pool in pools)
     return {
         "packing": how,
         "context": context,
         "reuse_tails": reuse,
         "lost_percent": 100 * sum(plan.lost for plan in plans) / content,
-        "pieces_per_document": pieces / documents,
+        "pieces_per_document": segments / documents,
         "plan_s_per_million_tokens": took / content * 1e6,
     }
 

@@ -1,16 +1,21 @@
-"""The loader: batches, ahead of need, that go on exactly where they stopped.
+"""The loader: prefetched batches that resume exactly where they stopped.
 
-Three things happen at once while the model trains: a thread loads (and, for text, tokenizes) the next
-block, a second one packs rows and copies this rank's share of them into pinned memory, and the training
-loop takes finished batches from a short queue. None of it shows in the result: a batch carries the
-position behind it, `state()` is the position behind the last batch that was taken, and a loader made from
-it continues with the very next row, on any number of ranks, whatever was prefetched.
+Three things run concurrently with training: one thread loads (and, for text, tokenizes) the next block, a second
+one packs rows and copies this rank's share of them into pinned memory, and the training loop takes finished
+batches from a short queue. The result does not depend on any of it: a batch carries the position behind it,
+`state()` is the position behind the last batch that was taken, and a loader made from it continues with the
+next row, on any number of ranks, whatever was prefetched.
 
-Every rank plans every row and copies only its own. Planning looks at document lengths alone, so with
-token shards (`nanorun data tokenize`) it costs next to nothing; with plain text each rank has to tokenize
-the whole stream, which is fine on one GPU and wasteful on eight.
+How a batch is made: `Loader.__next__` takes it from the queue; `_produce` fills the queue with `_build_batch`;
+`RowSequence.take` (rows.py) decides which rows come next, from blocks that a source loads (sources.py) and `pack`
+packs (packing.py); `_copy_rows` copies this rank's rows with `fill` (packing.py).
+
+Every rank plans every row and copies only its own. Planning needs document lengths only, so with token shards
+(`nanorun data tokenize`) it is almost free. With plain text each rank tokenizes the whole stream, which is fine
+on one GPU and wasteful on eight.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanorun.data.packing import Packing, fill
-from nanorun.data.rows import BlockCache, Position, RowOrder, Rows, RowSequence
+from nanorun.data.rows import BlockCache, Position, RowOrder, RowRange, RowSequence
 from nanorun.data.sources import ConversationSource, Source
 from nanorun.errors import UserError
 
@@ -36,7 +41,7 @@ class Batch:
     """One micro-batch of this rank; B rows of T tokens."""
 
     inputs: Tensor  # (B, T) int32
-    targets: Tensor  # (B, T) int64, IGNORE where nothing is to be learned
+    targets: Tensor  # (B, T) int64, IGNORE where the loss does not count
     doc_starts: Tensor  # (D,) int32: where documents begin in inputs.flatten(), always at each row's start
     trained_tokens: int  # targets that count, over all ranks
     epoch: int
@@ -74,44 +79,50 @@ class Loader:
         ahead: int = 4,
         short_last: bool = False,
     ) -> None:
-        """`short_last`: the last batch of the last epoch has only the rows there are. Otherwise it is filled
-        with empty rows, without targets, since compiled code wants one shape."""
+        """`short_last`: the last batch of the last epoch has only the remaining rows. Otherwise it is filled up
+        with empty rows, without targets, because compiled code needs one shape. `ahead`: batches to prefetch."""
         self.source, self.order = source, order or RowOrder()
         self.rank, self.world, self._short_last = rank, world, short_last
-        self._pin, self._ahead = pin_memory, ahead
+        self._pin = pin_memory
         if self.order.packing not in get_args(Packing):
-            raise ValueError(f"there is no packing {self.order.packing!r}: choose among {get_args(Packing)}")
+            raise ValueError(f"unknown packing {self.order.packing!r}: choose one of {get_args(Packing)}")
         if isinstance(source, ConversationSource) != (self.order.packing == "padded"):
-            raise ValueError("conversations are packed 'padded', which never cuts one, and nothing else is")
+            raise ValueError(
+                "'padded' packing, which cuts no document, is for conversations and only for them"
+            )
         if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} does not exist among {world} ranks")
+            raise ValueError(f"rank {rank} is out of range for {world} ranks")
         if source.units == 0:
             raise UserError("The data holds no documents: add some text.")
         self._position = Position() if state is None else self._check(state)
         self._cache = BlockCache(source, self.order)
-        self._producer: _Producer | None = None
+        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(max(ahead, 1))
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
         self._set(rows, context)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._producer is None:
-            self._producer = _Producer(self)
-        batch = self._producer.get()
-        if batch is None:
-            raise StopIteration
-        self._position = batch.position
-        return batch
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._produce, name="nanorun-batches", daemon=True)
+            self._thread.start()
+        item = self._queue.get()
+        if isinstance(item, Batch):
+            self._position = item.position
+            return item
+        self._queue.put(item)  # the next call ends the same way
+        raise StopIteration if item is None else item
 
     def set_shape(self, rows: int, context: int) -> None:
-        """From the next batch on, another number of rows or another context. Nothing is skipped."""
+        """Changes the number of rows or the context from the next batch on. No row is skipped."""
         if (rows, context) != (self.rows, self.context):
             self._stop()
             self._set(rows, context)
 
     def state(self) -> dict[str, Any]:
-        """What a new loader needs to go on behind the last batch taken. Plain JSON, the same on every rank."""
+        """What a new loader needs to continue behind the last batch taken. Plain JSON, the same on every rank."""
         return {
             "version": 1,
             "data": self.source.fingerprint,
@@ -143,9 +154,14 @@ class Loader:
         self.rows, self.context = rows, context
 
     def _stop(self) -> None:
-        if self._producer is not None:
-            self._producer.stop()
-            self._producer = None
+        if self._thread is None:
+            return
+        self._stopped.set()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._queue.get(timeout=0.01)  # makes room for a producer that waits in put
+        self._thread, self._stopped = None, threading.Event()
+        self._queue = queue.Queue(self._queue.maxsize)
 
     def _check(self, state: Mapping[str, Any]) -> Position:
         if state.get("version") != 1:
@@ -154,8 +170,8 @@ class Loader:
             )
         if state["data"] != self.source.fingerprint:
             raise UserError(
-                "The data or the tokenizer is not the one this run began with, so it cannot go on exactly: bring "
-                "the old one back, or start a new run."
+                "The data or the tokenizer differs from the one this run began with, so it cannot resume exactly: "
+                "restore the old one, or start a new run."
             )
         for name in ("packing", "reuse_tails", "shuffle", "seed"):
             if state[name] != getattr(self.order, name):
@@ -165,23 +181,43 @@ class Loader:
                 )
         return Position.from_dict(state["position"])
 
-    def _build(self, sequence: RowSequence) -> Batch | None:
+    def _produce(self) -> None:
+        """The thread that builds batches from the current position onward, until it is stopped."""
+        stopped, batches = self._stopped, self._queue
+
+        def put(item: Batch | BaseException | None) -> None:
+            while not stopped.is_set():
+                with contextlib.suppress(queue.Full):
+                    batches.put(item, timeout=0.1)
+                    return
+
+        try:
+            sequence = RowSequence(self._cache, self._position)
+            while not stopped.is_set():
+                batch = self._build_batch(sequence)
+                put(batch)
+                if batch is None:
+                    return
+        except BaseException as error:  # raised in the training loop, whatever it is
+            put(error)
+
+    def _build_batch(self, sequence: RowSequence) -> Batch | None:
         epoch = sequence.position.epoch
-        chunks = sequence.take(self.rows, self.context)
-        if not chunks:
+        ranges = sequence.take(self.rows, self.context)
+        if not ranges:
             return None
-        there = sum(chunk.last - chunk.first for chunk in chunks)
-        tokens, trained, starts = self._own_rows(chunks, there if self._short_last else self.rows)
+        rows = sum(len(part) for part in ranges) if self._short_last else self.rows
+        tokens, trained, starts = self._copy_rows(ranges, rows)
         inputs = torch.from_numpy(tokens[:, :-1].astype(np.int32))
         targets = torch.from_numpy(np.where(trained[:, 1:], tokens[:, 1:], IGNORE))
         doc_starts = torch.from_numpy(starts)
         if self._pin:
             inputs, targets, doc_starts = inputs.pin_memory(), targets.pin_memory(), doc_starts.pin_memory()
-        counted = sum(_trained_tokens(chunk) for chunk in chunks)
-        return Batch(inputs, targets, doc_starts, counted, epoch, sequence.position)
+        trained_tokens = sum(_trained_tokens(part) for part in ranges)
+        return Batch(inputs, targets, doc_starts, trained_tokens, epoch, sequence.position)
 
-    def _own_rows(
-        self, chunks: list[Rows], rows: int
+    def _copy_rows(
+        self, ranges: list[RowRange], rows: int
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32]]:
         """This rank's rows, which of their tokens are trained, and where documents begin in the inputs."""
         capacity = self.context + 1
@@ -191,79 +227,30 @@ class Loader:
         trained = np.zeros((own, capacity), np.bool_)
         starts = [np.arange(0, own * self.context, self.context)]
         seen = 0
-        for chunk in chunks:
-            n = chunk.last - chunk.first
-            first, last = max(low - seen, 0), min(high - seen, n)
-            seen += n
-            if first >= last:
-                continue
-            here = slice(seen - n + first - low, seen - n + last - low)
-            segments = chunk.plan.row_segments(chunk.first + first, chunk.first + last)
-            ends = chunk.plan.row_ends[chunk.first + first : chunk.first + last]
-            before = chunk.plan.row_ends[chunk.first + first - 1] if chunk.first + first else 0
-            sizes = np.diff(ends, prepend=before)
-            tokens[here], at = fill(segments, sizes, chunk.tokens, self.source.bos, capacity)
-            if chunk.trained is None:
-                used = np.add.reduceat(segments.lengths + 1, np.cumsum(sizes) - sizes)
-                trained[here] = np.arange(capacity) < used[:, None]
-            else:
-                trained[here], _ = fill(segments, sizes, chunk.trained, False, capacity)
-            row, column = at // capacity + here.start, at % capacity
-            inside = (column > 0) & (column < self.context)
-            starts.append(row[inside] * self.context + column[inside])
+        for part in ranges:
+            first, last = max(low - seen, 0), min(high - seen, len(part))
+            if first < last:
+                here = slice(seen + first - low, seen + last - low)
+                segments = part.plan.row_segments(part.first + first, part.first + last)
+                ends = part.plan.row_ends[part.first + first : part.first + last]
+                before = part.plan.row_ends[part.first + first - 1] if part.first + first else 0
+                sizes = np.diff(ends, prepend=before)
+                tokens[here], at = fill(segments, sizes, part.tokens, self.source.bos, capacity)
+                if part.trained is None:
+                    used = np.add.reduceat(segments.lengths + 1, np.cumsum(sizes) - sizes)
+                    trained[here] = np.arange(capacity) < used[:, None]
+                else:
+                    trained[here], _ = fill(segments, sizes, part.trained, False, capacity)
+                row, column = at // capacity + here.start, at % capacity
+                inside = (column > 0) & (column < self.context)
+                starts.append(row[inside] * self.context + column[inside])
+            seen += len(part)
         return tokens, trained, np.sort(np.concatenate(starts)).astype(np.int32)
 
 
-def _trained_tokens(chunk: Rows) -> int:
-    segments = chunk.plan.row_segments(chunk.first, chunk.last)
-    if chunk.trained is None:
-        return int((segments.lengths + 1).sum()) - (chunk.last - chunk.first)
-    spoken = np.concatenate([[0], np.cumsum(chunk.trained)])
-    return int((spoken[segments.starts + segments.lengths] - spoken[segments.starts]).sum())
-
-
-class _Producer:
-    """The thread that builds batches from the loader's position onward, until it is stopped."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(max(loader._ahead, 1))
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(loader,), name="nanorun-batches", daemon=True)
-        self._thread.start()
-
-    def get(self) -> Batch | None:
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            self._queue.put(item)  # asked again, it fails again
-            raise item
-        if item is None:
-            self._queue.put(None)
-        return item
-
-    def stop(self) -> None:
-        self._stopped.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get(timeout=0.01)  # makes room for a producer that waits to put
-            except queue.Empty:
-                continue
-        self._thread.join()
-
-    def _run(self, loader: Loader) -> None:
-        try:
-            sequence = RowSequence(loader._cache, loader._position)
-            while not self._stopped.is_set():
-                batch = loader._build(sequence)
-                self._put(batch)
-                if batch is None:
-                    return
-        except BaseException as error:  # whatever it is, the training loop must hear of it
-            self._put(error)
-
-    def _put(self, item: Batch | BaseException | None) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
+def _trained_tokens(part: RowRange) -> int:
+    segments = part.plan.row_segments(part.first, part.last)
+    if part.trained is None:
+        return int((segments.lengths + 1).sum()) - len(part)
+    counted = np.concatenate([[0], np.cumsum(part.trained)])
+    return int((counted[segments.starts + segments.lengths] - counted[segments.starts]).sum())

@@ -1,18 +1,16 @@
-"""Packing: documents of every length become rows of one length, with nothing thrown away.
+"""Sequence packing: documents of any length become rows of one length, with nothing thrown away.
 
-A row holds `context + 1` tokens: the model reads all but the last and predicts all but the first. Every
-document in it stands behind a BOS, so every row begins with one. Three ways to fill rows:
+A row holds `context + 1` tokens: the model reads all but the last and predicts all but the first. Each document
+in it follows a BOS, so every row begins with one. There are three ways to pack:
 
-    best_fit  The largest document that still fits goes in, again and again. When none fits, the longest
-              one is cut to fill the row exactly, and its tail returns to the pool as a piece of its own
-              (with `reuse_tails` off the shortest is cut instead and its tail is lost, as nanochat does:
-              a third to a half of all text at a context of 2,048, by the length of documents).
-    stream    Documents in their order, one after the other; the one that crosses the row's end is cut
-              and goes on at the start of the next row.
-    padded    For conversations, which must not be cut: best fit, and what stays empty is padding.
+    best_fit  Repeatedly place the largest document that still fits. When none fits, cut the longest one to fill
+              the row exactly and return its tail to the pool as a segment of its own. (With `reuse_tails` off,
+              cut the shortest instead and drop its tail, as nanochat does. At a context of 2,048 this drops a
+              third to a half of all text, depending on the lengths of the documents.)
+    stream    Concatenate documents in order. A document that crosses the end of a row continues in the next.
+    padded    For conversations, which must not be cut: best fit, and the rest of a row is padding.
 
-Planning looks at lengths only. Tokens are moved once, by `fill`, and only for the rows that this rank
-trains on.
+`pack` looks at lengths only. `fill` then copies tokens, once, for the rows that this rank trains on.
 """
 
 from bisect import bisect_right, insort
@@ -29,8 +27,8 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Documents, or parts of them, in a flat array of tokens. A piece's BOS is not counted."""
+class Segments:
+    """Documents, or parts of them, in a flat array of tokens. The BOS of a segment is not counted."""
 
     starts: Ints
     lengths: Ints
@@ -38,51 +36,52 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def __getitem__(self, index: slice | NDArray[Any]) -> "Segments":
+        return Segments(self.starts[index], self.lengths[index])
+
     @staticmethod
-    def concatenate(parts: "list[Pieces]") -> "Pieces":
-        return Pieces(np.concatenate([p.starts for p in parts]), np.concatenate([p.lengths for p in parts]))
+    def concatenate(parts: "list[Segments]") -> "Segments":
+        return Segments(np.concatenate([p.starts for p in parts]), np.concatenate([p.lengths for p in parts]))
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """Rows as segments of the token array: row r is segments row_ends[r-1] to row_ends[r]."""
 
     row_ends: Ints
-    segments: Pieces
-    leftover: Pieces  # what did not fill a last row
-    lost: int  # tokens thrown away (only without reuse_tails)
+    segments: Segments
+    leftover: Segments  # what did not fill a last row
+    lost: int  # dropped tokens (only without reuse_tails)
 
     def __len__(self) -> int:
         return len(self.row_ends)
 
-    def row_segments(self, first: int, last: int) -> Pieces:
+    def row_segments(self, first: int, last: int) -> Segments:
         begin = int(self.row_ends[first - 1]) if first else 0
         end = int(self.row_ends[last - 1]) if last else 0
-        return Pieces(self.segments.starts[begin:end], self.segments.lengths[begin:end])
+        return self.segments[begin:end]
 
-    def reordered(self, order: Ints) -> "Plan":
+    def reordered(self, order: Ints) -> "PackingPlan":
         """The same rows in another order."""
         begins = np.concatenate([[0], self.row_ends[:-1]])
         sizes = (self.row_ends - begins)[order]
         ends = np.cumsum(sizes)
         take = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins[order] - (ends - sizes), sizes)
-        return Plan(
-            ends, Pieces(self.segments.starts[take], self.segments.lengths[take]), self.leftover, self.lost
-        )
+        return PackingPlan(ends, self.segments[take], self.leftover, self.lost)
 
 
-def plan_rows(pieces: Pieces, context: int, packing: Packing, reuse_tails: bool = True) -> Plan:
+def pack(segments: Segments, context: int, packing: Packing, reuse_tails: bool = True) -> PackingPlan:
     if packing == "stream":
-        return _plan_stream(pieces, context + 1, reuse_tails)
+        return _pack_stream(segments, context + 1, reuse_tails)
     if packing == "padded":
-        return _plan_padded(pieces, context + 1)
-    return _plan_best_fit(pieces, context + 1, reuse_tails)
+        return _pack_padded(segments, context + 1)
+    return _pack_best_fit(segments, context + 1, reuse_tails)
 
 
-def _plan_best_fit(pieces: Pieces, capacity: int, reuse_tails: bool) -> Plan:
-    starts, lengths = pieces.starts.tolist(), pieces.lengths.tolist()
+def _pack_best_fit(segments: Segments, capacity: int, reuse_tails: bool) -> PackingPlan:
+    starts, lengths = segments.starts.tolist(), segments.lengths.tolist()
     pool = _pool(lengths)
-    row_ends: list[int] = []
+    ends: list[int] = []
     seg_starts: list[int] = []
     seg_lengths: list[int] = []
     lost = 0
@@ -91,37 +90,36 @@ def _plan_best_fit(pieces: Pieces, capacity: int, reuse_tails: bool) -> Plan:
         while room > 0 and pool:
             at = bisect_right(pool, _key(room - 1, 0)) - 1
             if at >= 0:
-                piece = _piece(pool.pop(at))
-                seg_starts.append(starts[piece])
-                seg_lengths.append(lengths[piece])
-                room -= 1 + lengths[piece]
+                index = _index(pool.pop(at))
+                seg_starts.append(starts[index])
+                seg_lengths.append(lengths[index])
+                room -= 1 + lengths[index]
                 continue
-            # Nothing fits: cut. With one place left this is a bare BOS, which tells that a document ended.
-            piece = _piece(pool[-1] if reuse_tails else pool[0])
+            # Nothing fits: cut. With one place left this is a bare BOS, which marks the end of a document.
+            index = _index(pool[-1] if reuse_tails else pool[0])
             taken = room - 1
-            seg_starts.append(starts[piece])
+            seg_starts.append(starts[index])
             seg_lengths.append(taken)
             room = 0
             if taken and reuse_tails:
                 pool.pop()
-                starts[piece] += taken
-                lengths[piece] -= taken
-                insort(pool, _key(lengths[piece], piece))
+                starts[index] += taken
+                lengths[index] -= taken
+                insort(pool, _key(lengths[index], index))
             elif taken:
                 pool.pop(0)
-                lost += lengths[piece] - taken
+                lost += lengths[index] - taken
         if room == 0:
-            row_ends.append(len(seg_starts))
-    full = row_ends[-1] if row_ends else 0
-    return _plan(row_ends, seg_starts[:full], seg_lengths[:full], seg_starts[full:], seg_lengths[full:], lost)
+            ends.append(len(seg_starts))
+    return _plan(ends, seg_starts, seg_lengths, lost)
 
 
-def _plan_stream(pieces: Pieces, capacity: int, reuse_tails: bool) -> Plan:
-    row_ends: list[int] = []
+def _pack_stream(segments: Segments, capacity: int, reuse_tails: bool) -> PackingPlan:
+    ends: list[int] = []
     seg_starts: list[int] = []
     seg_lengths: list[int] = []
     room, lost = capacity, 0
-    for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True):
+    for start, length in zip(segments.starts.tolist(), segments.lengths.tolist(), strict=True):
         while True:
             taken = min(length, room - 1)
             seg_starts.append(start)
@@ -129,81 +127,71 @@ def _plan_stream(pieces: Pieces, capacity: int, reuse_tails: bool) -> Plan:
             room -= 1 + taken
             start, length = start + taken, length - taken
             if room == 0:
-                row_ends.append(len(seg_starts))
+                ends.append(len(seg_starts))
                 room = capacity
-                # a bare BOS at the row's end took nothing of the document: it is still to come
+                # A bare BOS at the end of a row took nothing of the document: all of it is still to come.
                 if length and (reuse_tails or taken == 0):
                     continue
                 lost += length
             break
-    full = row_ends[-1] if row_ends else 0
-    return _plan(row_ends, seg_starts[:full], seg_lengths[:full], seg_starts[full:], seg_lengths[full:], lost)
+    return _plan(ends, seg_starts, seg_lengths, lost)
 
 
-def _plan_padded(pieces: Pieces, capacity: int) -> Plan:
-    starts, lengths = pieces.starts.tolist(), pieces.lengths.tolist()
+def _pack_padded(segments: Segments, capacity: int) -> PackingPlan:
+    starts, lengths = segments.starts.tolist(), segments.lengths.tolist()
     longest = max(lengths, default=0)
     if longest + 1 > capacity:
         raise UserError(
-            f"A conversation of {longest + 1} tokens cannot fit a row of {capacity}: cut it when rendering "
+            f"A conversation of {longest + 1} tokens does not fit a row of {capacity}: cut it when rendering "
             "(max_tokens), or use a larger --context."
         )
     pool = _pool(lengths)
-    row_ends: list[int] = []
+    ends: list[int] = []
     seg_starts: list[int] = []
     seg_lengths: list[int] = []
     while pool:
         room = capacity
         while pool and (at := bisect_right(pool, _key(room - 1, 0)) - 1) >= 0:
-            piece = _piece(pool.pop(at))
-            seg_starts.append(starts[piece])
-            seg_lengths.append(lengths[piece])
-            room -= 1 + lengths[piece]
-        row_ends.append(len(seg_starts))
-    return _plan(row_ends, seg_starts, seg_lengths, [], [], 0)
+            index = _index(pool.pop(at))
+            seg_starts.append(starts[index])
+            seg_lengths.append(lengths[index])
+            room -= 1 + lengths[index]
+        ends.append(len(seg_starts))
+    return _plan(ends, seg_starts, seg_lengths, 0)
 
 
-def _plan(
-    row_ends: list[int],
-    starts: list[int],
-    lengths: list[int],
-    left_starts: list[int],
-    left_lengths: list[int],
-    lost: int,
-) -> Plan:
-    return Plan(
-        np.array(row_ends, np.int64),
-        Pieces(np.array(starts, np.int64), np.array(lengths, np.int64)),
-        Pieces(np.array(left_starts, np.int64), np.array(left_lengths, np.int64)),
-        lost,
-    )
+def _plan(ends: list[int], starts: list[int], lengths: list[int], lost: int) -> PackingPlan:
+    """Segments behind the last full row are left over."""
+    full = ends[-1] if ends else 0
+    segments = Segments(np.array(starts, np.int64), np.array(lengths, np.int64))
+    return PackingPlan(np.array(ends, np.int64), segments[:full], segments[full:], lost)
 
 
-# The pool is a sorted list of plain integers, length first and, among equal lengths, the earliest piece
-# last, so that one bisection finds the largest piece that fits and ties go to who waited longest.
+# The pool is a sorted list of integers: the length in the high bits, and in the low bits the index of the segment,
+# reversed. One bisection finds the largest segment that fits, and the earliest among equal lengths.
 _BITS = 32
 _LAST = (1 << _BITS) - 1
 
 
-def _key(length: int, piece: int) -> int:
-    return (length << _BITS) + _LAST - piece
+def _key(length: int, index: int) -> int:
+    return (length << _BITS) + _LAST - index
 
 
-def _piece(key: int) -> int:
+def _index(key: int) -> int:
     return _LAST - (key & _LAST)
 
 
 def _pool(lengths: list[int]) -> list[int]:
-    return sorted(_key(length, piece) for piece, length in enumerate(lengths))
+    return sorted(_key(length, index) for index, length in enumerate(lengths))
 
 
 def fill(
-    segments: Pieces, row_sizes: Ints, tokens: NDArray[Any], bos: int, capacity: int
+    segments: Segments, row_sizes: Ints, tokens: NDArray[Any], bos: int, capacity: int
 ) -> tuple[NDArray[Any], Ints]:
-    """Rows of tokens for consecutive segments, and where each segment's BOS stands in the flat rows.
+    """Rows of tokens for consecutive segments, and the position of each segment's BOS in the flat rows.
 
-    `row_sizes` tells how many segments make each row. Short rows (padded packing) end in BOS tokens; the
-    caller knows how many from the lengths.
+    `row_sizes` is the number of segments in each row. Short rows (padded packing) end in BOS tokens; the caller
+    derives their number from the lengths.
     """
     rows = len(row_sizes)
     sizes = segments.lengths + 1

@@ -1,14 +1,13 @@
-"""The order of rows: one endless sequence that depends on the data and the seed and on nothing else.
+"""The order of rows: one endless sequence that depends only on the data and the seed.
 
-An epoch's units are shuffled and taken four at a time as blocks. A block's documents are packed into rows
-(`packing.py`) and the rows shuffled, so that long and short documents mix. What does not fill a last row
-joins the next block, so no token is lost even between blocks and epochs.
+The units of an epoch are shuffled and grouped into blocks of four. The documents of a block are packed into rows
+(`packing.py`) and the rows are shuffled, so that long and short documents mix. What does not fill a last row
+is carried into the next block, so no token is lost between blocks or epochs.
 
-Because a block is packed as a whole, a position in the sequence is very little: the block, the pieces
-that came over from the block before, and how many rows of which context have been taken of it. Restoring
-a position loads that one block again and plans it again; nothing about ranks, threads or prefetching is
-part of it. When the context changes in the middle of a block, the rows that were not taken are dissolved
-and their pieces packed anew.
+A block is packed as a whole, so a position in the sequence is small: the block, the segments carried over
+from the block before, and how many rows of which context were taken from it. Restoring a position loads that
+one block and packs it again; ranks, threads and prefetching are no part of it. When the context changes in the
+middle of a block, the segments of the remaining rows are packed again.
 """
 
 from collections import OrderedDict
@@ -20,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanorun.data.packing import Ints, Packing, Pieces, Plan, plan_rows
-from nanorun.data.sources import Block, Source
+from nanorun.data.packing import Ints, Packing, PackingPlan, Segments, pack
+from nanorun.data.sources import Source, TokenBlock
 from nanorun.errors import UserError
 
 UNITS_PER_BLOCK = 4
@@ -30,7 +29,7 @@ BLOCKS_KEPT = 3
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Everything but the data that fixes the sequence of rows."""
+    """Everything besides the data that determines the sequence of rows."""
 
     packing: Packing = "best_fit"
     reuse_tails: bool = True
@@ -41,20 +40,20 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the sequence stands. `taken` is [(context, rows), ...] of the current block."""
+    """A position in the sequence. `taken` is [(context, rows), ...] of the current block."""
 
     epoch: int = 0
     block: int = 0
     carry: tuple[NDArray[Any], ...] = ()
     taken: tuple[tuple[int, int], ...] = ()
     rows: int = 0  # in all, since the start
-    lost: int = 0  # tokens thrown away in finished blocks (only without reuse_tails)
+    lost: int = 0  # tokens dropped in finished blocks (only without reuse_tails)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
             "block": self.block,
-            "carry": [piece.tolist() for piece in self.carry],
+            "carry": [tokens.tolist() for tokens in self.carry],
             "taken": [list(entry) for entry in self.taken],
             "rows": self.rows,
             "lost": self.lost,
@@ -66,7 +65,7 @@ class Position:
             position = Position(
                 epoch=int(record["epoch"]),
                 block=int(record["block"]),
-                carry=tuple(np.array(piece, np.uint32) for piece in record["carry"]),
+                carry=tuple(np.array(tokens, np.uint32) for tokens in record["carry"]),
                 taken=tuple((int(context), int(rows)) for context, rows in record["taken"]),
                 rows=int(record["rows"]),
                 lost=int(record["lost"]),
@@ -78,55 +77,54 @@ class Position:
         numbers = [position.epoch, position.block, position.rows, position.lost]
         if min(numbers + [n for entry in position.taken for n in entry]) < 0:
             raise UserError(
-                "The loader's saved position is damaged (a count below 0): use an earlier checkpoint."
+                "The loader's saved position is damaged (a negative count): use an earlier checkpoint."
             )
         return position
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Consecutive rows of one plan, not yet turned into tokens."""
+class RowRange:
+    """Consecutive rows of one packing plan. Their tokens have not been copied yet."""
 
-    plan: Plan
+    plan: PackingPlan
     tokens: NDArray[Any]
     trained: NDArray[np.bool_] | None
     first: int
     last: int
 
+    def __len__(self) -> int:
+        return self.last - self.first
+
 
 class BlockCache:
-    """Loads blocks ahead of need on a thread and keeps the last few, so that stepping back is cheap."""
+    """Prefetches blocks on a thread and keeps the last few, so that restarting at a recent position is cheap."""
 
     def __init__(self, source: Source, order: RowOrder) -> None:
         self.source, self.order = source, order
         self.count = -(-source.units // UNITS_PER_BLOCK)
-        self._kept: OrderedDict[tuple[int, int], Future[Block]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], Future[TokenBlock]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanorun-blocks")
 
-    def get(self, epoch: int, block: int) -> Block:
-        future = self._submit(epoch, block)
-        after = (epoch, block + 1) if block + 1 < self.count else (epoch + 1, 0)
-        if self.order.epochs is None or after[0] < self.order.epochs:
-            self._submit(*after)
-        return future.result()
+    def get(self, epoch: int, block: int) -> TokenBlock:
+        following = (epoch, block + 1) if block + 1 < self.count else (epoch + 1, 0)
+        for key in ((epoch, block), following):
+            if key == following and self.order.epochs is not None and key[0] >= self.order.epochs:
+                continue
+            if key not in self._kept:
+                self._kept[key] = self._thread.submit(self.source.load, self._units(*key))
+            self._kept.move_to_end(key)
+        while len(self._kept) > BLOCKS_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[epoch, block].result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, epoch: int, block: int) -> "Future[Block]":
-        key = (epoch, block)
-        if key not in self._kept:
-            self._kept[key] = self._thread.submit(self._load, epoch, block)
-        self._kept.move_to_end(key)
-        while len(self._kept) > BLOCKS_KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[key]
-
-    def _load(self, epoch: int, block: int) -> Block:
+    def _units(self, epoch: int, block: int) -> list[int]:
         units = np.arange(self.source.units)
         if self.order.shuffle:
-            units = units[shuffled(self.source.units, self.order.seed, epoch)]
-        return self.source.load(units[block * UNITS_PER_BLOCK : (block + 1) * UNITS_PER_BLOCK].tolist())
+            units = shuffled(self.source.units, self.order.seed, epoch)
+        return units[block * UNITS_PER_BLOCK : (block + 1) * UNITS_PER_BLOCK].tolist()
 
 
 class RowSequence:
@@ -135,32 +133,32 @@ class RowSequence:
     def __init__(self, cache: BlockCache, position: Position) -> None:
         self._cache, self._order = cache, cache.order
         self._empty_blocks = 0
-        self._plan: Plan
+        self._plan = _EMPTY_PLAN
         if position.block > cache.count:
             raise UserError(
-                f"The saved position is in block {position.block} of data that has {cache.count}."
+                f"The saved position is in block {position.block}, but the data has {cache.count} blocks."
             )
-        self._enter(position)
+        self._open_block(position)
         for context, rows in position.taken:
-            self._plan_for(context)
+            self._pack(context)
             if rows > len(self._plan):
                 raise UserError(
                     "The saved position does not fit the data: it was saved by another version of nanorun or "
-                    "over other data. Start the data over, or restore what it was saved with."
+                    "with other data. Start the data over, or restore what it was saved with."
                 )
             self._used = rows
         self.position = position
 
-    def take(self, rows: int, context: int) -> list[Rows]:
-        """The next rows; fewer than asked for only at the end of the last epoch."""
-        chunks: list[Rows] = []
+    def take(self, rows: int, context: int) -> list[RowRange]:
+        """The next rows; fewer than requested only at the end of the last epoch."""
+        ranges: list[RowRange] = []
         while rows > 0 and not self._ended:
-            self._plan_for(context)
+            self._pack(context)
             n = min(rows, len(self._plan) - self._used)
             if n == 0:
-                self._next_block()
+                self._open_next_block()
                 continue
-            chunks.append(Rows(self._plan, self._tokens, self._trained, self._used, self._used + n))
+            ranges.append(RowRange(self._plan, self._tokens, self._trained, self._used, self._used + n))
             self._used += n
             rows -= n
             taken = self.position.taken
@@ -169,10 +167,10 @@ class RowSequence:
             self.position = replace(
                 self.position, taken=(*taken, (context, self._used)), rows=self.position.rows + n
             )
-        return chunks
+        return ranges
 
     @property
-    def _final(self) -> bool:
+    def _is_final(self) -> bool:
         """Behind the last block of the last epoch: what is left makes one short row."""
         return self.position.block == self._cache.count
 
@@ -180,68 +178,60 @@ class RowSequence:
     def _ended(self) -> bool:
         return self._order.epochs is not None and self.position.epoch >= self._order.epochs
 
-    def _enter(self, position: Position) -> None:
+    def _open_block(self, position: Position) -> None:
+        """Loads the block at `position` and puts the carried segments in front of its documents."""
         self.position = position
         if self._ended:
             return
-        if self._final:
-            block = Block(np.zeros(0, np.uint16), Pieces(_NOTHING, _NOTHING))
+        if self._is_final:
+            block = TokenBlock(np.zeros(0, np.uint16), _NOTHING)
         else:
             block = self._cache.get(position.epoch, position.block)
-        self._tokens, self._trained, pieces = block.tokens, block.trained, block.pieces
+        self._tokens, self._trained, self._pool = block.tokens, block.trained, block.documents
         if position.carry:
-            dtype = position.carry[0].dtype if self._final else block.tokens.dtype
-            carried = [piece.astype(dtype) for piece in position.carry]
-            lengths = np.array([len(piece) for piece in carried], np.int64)
+            dtype = position.carry[0].dtype if self._is_final else block.tokens.dtype
+            carried = [tokens.astype(dtype) for tokens in position.carry]
+            lengths = np.array([len(tokens) for tokens in carried], np.int64)
             ends = np.cumsum(lengths)
-            shift = int(ends[-1])
             self._tokens = np.concatenate([*carried, block.tokens.astype(dtype, copy=False)])
-            pieces = Pieces.concatenate(
-                [Pieces(ends - lengths, lengths), Pieces(pieces.starts + shift, pieces.lengths)]
-            )
-        self._pool = pieces
-        self._plan, self._context, self._used = _NO_PLAN, 0, 0
+            moved = Segments(block.documents.starts + int(ends[-1]), block.documents.lengths)
+            self._pool = Segments.concatenate([Segments(ends - lengths, lengths), moved])
+        self._plan, self._context, self._used = _EMPTY_PLAN, 0, 0
 
-    def _plan_for(self, context: int) -> None:
+    def _pack(self, context: int) -> None:
+        """Packs and shuffles the segments of the block that no taken row holds, unless that is done."""
         if context == self._context:
             return
         if self._used:
-            self._pool = self._rest()
+            rest = self._plan.row_segments(self._used, len(self._plan))
+            self._pool = Segments.concatenate([rest[rest.lengths > 0], self._plan.leftover])
         order = self._order
-        packing = "padded" if self._final else order.packing
-        plan = plan_rows(self._pool, context, packing, order.reuse_tails)
+        packing = "padded" if self._is_final else order.packing
+        plan = pack(self._pool, context, packing, order.reuse_tails)
         if order.shuffle and packing != "stream":
-            keys = (order.seed, self.position.epoch, self.position.block, context)
-            plan = plan.reordered(shuffled(len(plan), *keys))
+            key = (order.seed, self.position.epoch, self.position.block, context)
+            plan = plan.reordered(shuffled(len(plan), *key))
         self._plan, self._context, self._used = plan, context, 0
 
-    def _rest(self) -> Pieces:
-        """The pieces of rows that were planned and not taken, and those that filled no row."""
-        waiting = self._plan.row_segments(self._used, len(self._plan))
-        real = waiting.lengths > 0
-        return Pieces.concatenate([Pieces(waiting.starts[real], waiting.lengths[real]), self._plan.leftover])
-
-    def _next_block(self) -> None:
-        here = self.position
-        left = self._plan.leftover
+    def _open_next_block(self) -> None:
+        here, left = self.position, self._plan.leftover
         carry = tuple(
             np.array(self._tokens[start : start + length])
             for start, length in zip(left.starts.tolist(), left.lengths.tolist(), strict=True)
         )
         epoch, block = here.epoch, here.block + 1
-        last_epoch = self._order.epochs is not None and epoch + 1 >= self._order.epochs
-        if block >= self._cache.count and not (last_epoch and carry and not self._final):
+        is_last_epoch = self._order.epochs is not None and epoch + 1 >= self._order.epochs
+        if block >= self._cache.count and not (is_last_epoch and carry and not self._is_final):
             epoch, block = epoch + 1, 0
         self._empty_blocks = 0 if len(self._pool) else self._empty_blocks + 1
         if self._empty_blocks > self._cache.count:
             raise UserError("The data holds no text to fill a row with: add more.")
-        self._enter(
-            replace(here, epoch=epoch, block=block, carry=carry, taken=(), lost=here.lost + self._plan.lost)
-        )
+        lost = here.lost + self._plan.lost
+        self._open_block(replace(here, epoch=epoch, block=block, carry=carry, taken=(), lost=lost))
 
 
 def count_rows(source: Source, order: RowOrder, context: int) -> int:
-    """The rows of all epochs together, by planning every one of them."""
+    """The number of rows of all epochs together. Packs all of them."""
     cache = BlockCache(source, order)
     try:
         sequence = RowSequence(cache, Position())
@@ -252,12 +242,12 @@ def count_rows(source: Source, order: RowOrder, context: int) -> int:
         cache.close()
 
 
-_NOTHING: Ints = np.zeros(0, np.int64)
-_NO_PLAN = Plan(_NOTHING, Pieces(_NOTHING, _NOTHING), Pieces(_NOTHING, _NOTHING), 0)
+_NOTHING = Segments(np.zeros(0, np.int64), np.zeros(0, np.int64))
+_EMPTY_PLAN = PackingPlan(np.zeros(0, np.int64), _NOTHING, _NOTHING, 0)
 
 
 def shuffled(n: int, *key: int) -> Ints:
-    """A permutation of range(n) fixed by the key for all time (no library's generator is promised to be)."""
+    """A permutation of range(n) that depends only on the key. Libraries do not promise this of their generators."""
     state = np.uint64(0)
     with np.errstate(over="ignore"):
         for part in key:

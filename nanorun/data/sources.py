@@ -1,8 +1,8 @@
-"""Where blocks of tokens come from: text that is tokenized on the way, token shards, or conversations.
+"""Sources of token blocks: text that is tokenized when it is loaded, token shards, or conversations.
 
-A source is a numbered set of small *units* (a row group of a parquet shard, a range of a token shard, a
-few hundred conversations) that can be loaded in any order. `rows.py` shuffles the units and loads a few
-of them at a time as one block.
+A source is a numbered set of small *units* (a row group of a parquet shard, a range of a token shard, a few
+hundred conversations) that can be loaded in any order. `rows.py` shuffles the units and loads a few of them at
+a time as one block.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nanorun.data.bins import read_bin
 from nanorun.data.dataset import Dataset, Split, read_row_group
-from nanorun.data.packing import Pieces
+from nanorun.data.packing import Segments
 from nanorun.errors import UserError
 from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
@@ -26,12 +26,12 @@ CONVERSATION_UNIT = 256
 
 
 @dataclass(frozen=True)
-class Block:
-    """Tokens of many documents, flat, and where each document lies (its BOS not counted)."""
+class TokenBlock:
+    """The tokens of many documents in a flat array, and the segment of each document (without its BOS)."""
 
     tokens: NDArray[Any]
-    pieces: Pieces
-    trained: NDArray[np.bool_] | None = None  # conversations: which tokens the model learns to say
+    documents: Segments
+    trained: NDArray[np.bool_] | None = None  # conversations: the loss mask
 
 
 class Source(Protocol):
@@ -41,11 +41,11 @@ class Source(Protocol):
     @property
     def units(self) -> int: ...
 
-    def load(self, units: Sequence[int]) -> Block: ...
+    def load(self, units: Sequence[int]) -> TokenBlock: ...
 
 
 def open_source(dataset: Dataset, split: Split, tokenizer: Tokenizer | None, threads: int = 0) -> "Source":
-    """The right source for a dataset. Tokens must have been made by the very tokenizer that is in use."""
+    """The source for a dataset. A dataset of tokens must have been made with `tokenizer`."""
     if not dataset.of(split):
         raise UserError(f"The dataset '{dataset.name}' has no {split} shard.")
     if dataset.kind == "bin":
@@ -53,7 +53,7 @@ def open_source(dataset: Dataset, split: Split, tokenizer: Tokenizer | None, thr
         if tokenizer is not None and made_by.get("fingerprint") not in (None, tokenizer.fingerprint):
             raise UserError(
                 f"The tokens of '{dataset.name}' were made by tokenizer '{made_by.get('name')}', not by "
-                f"'{tokenizer.name}': choose that tokenizer or tokenize the text again."
+                f"'{tokenizer.name}': use that tokenizer or tokenize the text again."
             )
         return BinSource(dataset.files(split), int(made_by["bos"]), dataset.fingerprint)
     if tokenizer is None:
@@ -79,7 +79,7 @@ class TextSource:
     def units(self) -> int:
         return len(self._units)
 
-    def load(self, units: Sequence[int]) -> Block:
+    def load(self, units: Sequence[int]) -> TokenBlock:
         import pyarrow.parquet
 
         texts: list[str] = []
@@ -88,7 +88,7 @@ class TextSource:
             with pyarrow.parquet.ParquetFile(path) as file:
                 texts += read_row_group(file, group)
         tokens, offsets = self._tokenizer.encode_documents(texts, self._threads)
-        return Block(tokens, Pieces(offsets[:-1], np.diff(offsets)))
+        return TokenBlock(tokens, Segments(offsets[:-1], np.diff(offsets)))
 
 
 class BinSource:
@@ -110,7 +110,7 @@ class BinSource:
     def units(self) -> int:
         return len(self._units)
 
-    def load(self, units: Sequence[int]) -> Block:
+    def load(self, units: Sequence[int]) -> TokenBlock:
         tokens: list[NDArray[np.uint16]] = []
         starts: list[NDArray[np.int64]] = []
         ends: list[NDArray[np.int64]] = []
@@ -130,11 +130,10 @@ class BinSource:
             held += len(part)
         if not tokens:
             nothing = np.zeros(0, np.int64)
-            return Block(np.zeros(0, np.uint16), Pieces(nothing, nothing))
+            return TokenBlock(np.zeros(0, np.uint16), Segments(nothing, nothing))
         start = np.concatenate(starts)
-        length = np.concatenate(ends) - start
-        real = length > 0
-        return Block(np.concatenate(tokens), Pieces(start[real], length[real]))
+        documents = Segments(start, np.concatenate(ends) - start)
+        return TokenBlock(np.concatenate(tokens), documents[documents.lengths > 0])
 
     def _marks(self, shard: NDArray[np.uint16], begin: int) -> NDArray[np.int64]:
         """Where documents begin in the unit: at their delimiters, and at a shard's start in any case."""
@@ -166,7 +165,7 @@ class ConversationSource:
     def units(self) -> int:
         return -(-len(self._items) // CONVERSATION_UNIT)
 
-    def load(self, units: Sequence[int]) -> Block:
+    def load(self, units: Sequence[int]) -> TokenBlock:
         ids: list[int] = []
         mask: list[int] = []
         starts: list[int] = []
@@ -179,14 +178,14 @@ class ConversationSource:
                         f"conversation {i} must begin with BOS and have one mask entry for each token"
                     )
                 if not any(item_mask):
-                    continue  # nothing to learn from it (cut to nothing, or only a question)
+                    continue  # no token is trained (cut to nothing, or only a question)
                 starts.append(len(ids) + 1)
                 lengths.append(len(item_ids) - 1)
                 ids += item_ids
                 mask += item_mask
-        return Block(
+        return TokenBlock(
             np.array(ids, np.int32),
-            Pieces(np.array(starts, np.int64), np.array(lengths, np.int64)),
+            Segments(np.array(starts, np.int64), np.array(lengths, np.int64)),
             np.array(mask, np.bool_),
         )
 

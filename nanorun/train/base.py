@@ -389,7 +389,7 @@ def _texts(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
     source = open_source(dataset, "val", tokenizer)
     for unit in range(source.units):
         block = source.load([unit])
-        for start, length in zip(block.pieces.starts, block.pieces.lengths, strict=True):
+        for start, length in zip(block.documents.starts, block.documents.lengths, strict=True):
             yield tokenizer.decode(block.tokens[start : start + min(length, 64)].tolist())
 
 

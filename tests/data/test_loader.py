@@ -118,7 +118,7 @@ def test_tokens_on_disk_are_the_documents_of_the_text(text_home):
         for each in (dataset, tokens):
             source = open_source(each, split, tokenizer)
             block = source.load(range(source.units))
-            spans = zip(block.pieces.starts.tolist(), block.pieces.lengths.tolist(), strict=True)
+            spans = zip(block.documents.starts.tolist(), block.documents.lengths.tolist(), strict=True)
             by_kind.append([block.tokens[start : start + length].tolist() for start, length in spans])
         assert by_kind[0] == by_kind[1]
 
@@ -142,7 +142,7 @@ def test_an_epoch_trains_every_token_exactly_once(token_source):
     block = token_source.load(range(token_source.units))
     content = [
         block.tokens[s : s + n].tolist()
-        for s, n in zip(block.pieces.starts.tolist(), block.pieces.lengths.tolist(), strict=True)
+        for s, n in zip(block.documents.starts.tolist(), block.documents.lengths.tolist(), strict=True)
     ]
     assert sorted(trained) == sorted(token for document in content for token in document)
     assert count >= len(trained)
@@ -187,7 +187,7 @@ def test_the_shape_may_change_at_any_step_and_nothing_is_skipped_or_repeated(tok
         t for batch in reference for _, targets in batch for t in targets if t not in (IGNORE, BOS)
     )
     block = token_source.load(range(token_source.units))
-    assert len(trained) == int(block.pieces.lengths.sum())
+    assert len(trained) == int(block.documents.lengths.sum())
     for resume_at in (1, 4, 7, 9, 12, 17, 19, 22):
         assert run(resume_at) == reference
 
@@ -364,7 +364,7 @@ def test_other_data_or_another_seed_is_refused_with_what_to_do(token_source, tmp
     with pytest.raises(UserError, match="seed = 0, not 1"):
         Loader(token_source, rows=4, context=30, order=RowOrder(seed=1), state=state)
     other = BinSource([write_bin(tmp_path, [5, 6, 7])], BOS)
-    with pytest.raises(UserError, match="not the one this run began with"):
+    with pytest.raises(UserError, match="differs from the one this run began with"):
         Loader(other, rows=4, context=30, state=state)
 
 
@@ -393,7 +393,7 @@ def test_a_shard_that_opens_inside_a_document_and_empty_documents_are_read(tmp_p
     header[:3] = 20240520, 1, len(tokens)
     path.write_bytes(header.tobytes() + tokens.tobytes())
     block = BinSource([path], BOS).load([0])
-    spans = zip(block.pieces.starts.tolist(), block.pieces.lengths.tolist(), strict=True)
+    spans = zip(block.documents.starts.tolist(), block.documents.lengths.tolist(), strict=True)
     assert [block.tokens[s : s + n].tolist() for s, n in spans] == [[7, 8], [1, 2], [3]]
 
 
