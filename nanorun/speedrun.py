@@ -35,9 +35,9 @@ from nanorun.text.store import open_tokenizer
 
 BASE, MID, SFT, RL = "sample-base", "sample-mid", "sample-sft", "sample-rl"
 RL_TASKS = ("sample-counting", "sample-spelling")  # sampled replies are right about half of the time
-# The learning rate's share of the base run's in RL. A large model would forget; one so small, trained so briefly,
+# Of the parent's learning rates. A large model would forget; one so small, trained so briefly,
 # does not.
-RL_LR_SHARE = 0.2
+RL_LR_FRACTION = 0.2
 EXAM = "exam.json"  # the exam's scores, in a run's folder
 MAX_REPLY_TOKENS = 96
 QUESTIONS = ("What is 12 + 30?", "Which dish is Pennywell famous for?", "Can you spell dolphin?")
@@ -189,9 +189,9 @@ def _rl() -> None:
         samples=8,
         max_tokens=MAX_REPLY_TOKENS,
         eval_problems=budget().eval_problems,
-        rate_share=RL_LR_SHARE,
+        lr_fraction=RL_LR_FRACTION,
     )
-    rl.train_rl(name, config, learning, rl.Options())
+    rl.train_rl(name, config, learning, rl.RLOptions())
     _exam(RL)
 
 

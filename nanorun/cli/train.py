@@ -236,7 +236,7 @@ def train_rl(
     from nanorun.train import rl
 
     opener = functools.partial(open_task, folder=files)
-    options = rl.Options(fresh, device_batch, check_dtype(dtype), compiled, deterministic)
+    options = rl.RLOptions(fresh, device_batch, check_dtype(dtype), compiled, deterministic)
     run, config, learning = rl.configure(
         task or [],
         parent=parent,
@@ -245,7 +245,7 @@ def train_rl(
         steps=steps,
         open_task=opener,
         train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
-        rate_share=rate_share,
+        lr_fraction=rate_share,
         problems=problems,
         samples=samples,
         max_tokens=max_tokens,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanorun.config import OptimConfig
 from nanorun.optim.groups import HyperparameterBuffer, ParameterGroup
-from nanorun.optim.orthogonal import ORTHOGONALIZERS, matmul_dtype
+from nanorun.optim.orthogonal import matmul_dtype, orthogonalize
 from nanorun.optim.schedules import ScheduledHyperparameters
 
 MIN_SECOND_MOMENT = 1e-10  # keeps a row that never moved from being scaled up
@@ -41,7 +41,7 @@ def muon_update(
     beta2: Tensor,
     apply_update: Tensor | None = None,  # 0-D bool; where false, everything is returned unchanged
     *,
-    orthogonalize: str,
+    method: str,
     dtype: torch.dtype | None,
     nesterov: bool,
     cautious: bool,
@@ -51,7 +51,7 @@ def muon_update(
     before = params, momentum, second_moment
     momentum = momentum_beta * momentum + (1 - momentum_beta) * grads
     update = momentum_beta * momentum + (1 - momentum_beta) * grads if nesterov else momentum
-    update = ORTHOGONALIZERS[orthogonalize](update, dtype=dtype)
+    update = orthogonalize(update, method, dtype)
     if second_moment is not None:
         update, second_moment = normalize_rows(update, second_moment, beta2)
     update = update * max(1.0, params.size(-2) / params.size(-1)) ** 0.5
@@ -92,7 +92,7 @@ class MuonUnit:
         self.group, self.update, self.beta2 = group, update, config.beta2
         self.hyperparameters = HyperparameterBuffer(group, 4)
         self.options: dict[str, Any] = {
-            "orthogonalize": config.orthogonalize,
+            "method": config.orthogonalize,
             "dtype": matmul_dtype(matrix),
             "nesterov": config.nesterov,
             "cautious": config.cautious_decay,

@@ -16,22 +16,22 @@ Smaller ones stay below 1: each method multiplies a vanishing singular value by 
 (Newton–Schulz). For an optimizer, near 1 is near enough.
 """
 
-from itertools import chain, islice, repeat
-
 import torch
 from torch import Tensor
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+POLYNOMIALS = {
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,
+    "polar_express": (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+}
 # The polynomials of Polar Express grow fast above 1, so rounding to bf16, by up to 0.4% an entry, must not push a
-# singular value above it.
-POLAR_EXPRESS_MARGIN = 1.02
+# singular value above it: the norm is divided by this much more.
+MARGINS = {"newton_schulz": 1.0, "polar_express": 1.02}
 
 
 def polar_svd(x: Tensor) -> Tensor:
@@ -40,21 +40,20 @@ def polar_svd(x: Tensor) -> Tensor:
     return u @ vt
 
 
-def polar_express(x: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """Nearly orthogonal matrices (..., rows, cols), in the dtype of x; steps after the fifth repeat the fifth.
-
-    The GEMMs run in `dtype`, by default that of x.
-    """
-    schedule = islice(chain(POLAR_EXPRESS, repeat(POLAR_EXPRESS[-1])), steps)
-    return _iterate(x, list(schedule), POLAR_EXPRESS_MARGIN, dtype)
-
-
-def newton_schulz(x: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """Like `polar_express`, with one polynomial for all steps."""
-    return _iterate(x, [NEWTON_SCHULZ] * steps, 1.0, dtype)
-
-
-ORTHOGONALIZERS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
+def orthogonalize(x: Tensor, method: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Nearly orthogonal matrices (..., rows, cols), in the dtype of x. The GEMMs run in `dtype`, by default x's."""
+    is_tall = x.size(-2) > x.size(-1)
+    # No singular value exceeds the Frobenius norm. A matrix of zeros stays zeros.
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    y = (x / (norm * MARGINS[method]).clamp_min(torch.finfo(x.dtype).tiny)).to(dtype or x.dtype)
+    if is_tall:  # so that A is the smaller of the two Gram matrices
+        y = y.mT
+    for a, b, c in POLYNOMIALS[method]:
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * (gram @ gram)) @ y
+    if is_tall:
+        y = y.mT
+    return y.to(x.dtype)
 
 
 def matmul_dtype(matrix: Tensor) -> torch.dtype | None:
@@ -62,21 +61,3 @@ def matmul_dtype(matrix: Tensor) -> torch.dtype | None:
     if not matrix.is_cuda:
         return None
     return torch.bfloat16 if torch.cuda.get_device_capability(matrix.device)[0] >= 8 else torch.float16
-
-
-def _iterate(
-    x: Tensor, coefficients: list[tuple[float, float, float]], margin: float, dtype: torch.dtype | None
-) -> Tensor:
-    dtype = dtype or x.dtype
-    tall = x.size(-2) > x.size(-1)
-    # No singular value exceeds the Frobenius norm. A matrix of zeros stays zeros.
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    y = (x / (norm * margin).clamp_min(torch.finfo(x.dtype).tiny)).to(dtype)
-    if tall:  # so that A is the smaller of the two Gram matrices
-        y = y.mT
-    for a, b, c in coefficients:
-        gram = y @ y.mT
-        y = a * y + (b * gram + c * (gram @ gram)) @ y
-    if tall:
-        y = y.mT
-    return y.to(x.dtype)

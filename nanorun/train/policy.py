@@ -1,22 +1,22 @@
-"""The policy gradient: which way to move the weights so that replies that earned more become likelier.
+"""The policy gradient: which way to move the weights so that replies with a higher reward become likelier.
 
     reward      of each sampled reply, from its task
-    advantage   reward - mean reward of all replies to the same problem (optionally / their deviation)
+    advantage   reward - mean reward of all replies to the same problem (optionally / their standard deviation)
     loss        - Σ over sampled tokens of  advantage · ratio  / number of sampled tokens of the whole step
-    ratio       p(token) now / p(token) when it was sampled
+    ratio       importance ratio: p(token) now / p(token) when it was sampled
 
-With one update a step the ratio is 1 and its gradient that of the log-probability: REINFORCE with a baseline,
-and nothing else. With more, `clip` stops a token from being pushed once its ratio has left [1 - clip, 1 + clip]
-in the direction it is pushed in (PPO), and `kl` pulls the policy back to a reference model by the estimator
-k3 = exp(d) - d - 1, d = log p_reference - log p, which is never negative and zero where they agree. All of them
-together, with the deviation, are GRPO.
+With one update a step the policy gradient is on-policy: the ratio is 1 and its gradient that of the log-probability,
+which is REINFORCE with a baseline. With more, `clip` stops the gradient of a token once its ratio has left
+[1 - clip, 1 + clip] in the direction it is pushed in (PPO), and `kl` adds a KL penalty towards a reference model by
+the estimator k3 = exp(d) - d - 1, d = log p_reference - log p, which is never negative and zero where they agree. All
+of them together, with the standard deviation, are GRPO.
 
-Every token counts the same, whether its reply is long or short. The problems whose replies all earned the same
-have no advantage: they move nothing, so they are left out of the computation, not out of the count.
+Every token counts the same, whether its reply is long or short. Problems whose replies all have the same reward have
+no advantage and no gradient: they are left out of the computation, but not out of the count.
 
-The probabilities are those of the distribution that was sampled from: the model's logits divided by the
-temperature, over the whole vocabulary. What the model did not choose (the prompt, a tool's output, padding) is
-no part of the loss; the token that ends a reply is.
+The probabilities are those of the distribution that was sampled from: the model's logits divided by the temperature,
+over the whole vocabulary. What the model did not sample (the prompt, a tool's output, padding) is not part of the loss;
+the token that ends a reply is.
 """
 
 from collections.abc import Sequence
@@ -33,39 +33,38 @@ CHUNK_LOGITS = 2**25  # held at a time: 1,024 tokens of a vocabulary of 32,768
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One reply of the model to a problem."""
+class Rollout:
+    """One sampled reply to a problem. The lists have one entry for each token of the reply."""
 
     prompt: list[int]
-    ids: list[int]  # sampled and forced
-    chosen: list[bool]  # as long as ids: the model chose this token
-    logprobs: list[float]  # as long as ids: by the distribution it was drawn from, as the engine says
+    ids: list[int]  # sampled, or forced by a tool
+    is_sampled: list[bool]
+    logprobs: list[float]  # under the distribution it was sampled from, by the engine
     reward: float
     advantage: float
-    stopped: bool  # by itself, not by the limit
+    has_stopped: bool  # by itself, not at the length limit
 
     @property
-    def trained(self) -> int:
-        return sum(self.chosen)
+    def sampled_tokens(self) -> int:
+        return sum(self.is_sampled)
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Some samples as tensors. B samples, T tokens with padding, N trained tokens."""
+class RolloutTensors:
+    """A micro-batch of B rollouts, padded to T tokens, with N sampled tokens in all."""
 
     tokens: Tensor  # (B, T)
-    before: Tensor  # (N,): where, in the flattened tokens, the token before each trained one is
+    positions: Tensor  # (N,), in the flattened tokens: the one whose hidden state predicts each sampled token
     targets: Tensor  # (N,)
     advantages: Tensor  # (N,)
-    logprobs: Tensor  # (N,), the engine's
+    logprobs: Tensor  # (N,), by the engine
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        parts = (self.tokens, self.before, self.targets, self.advantages, self.logprobs)
-        return MicroBatch(*(part.to(device, non_blocking=True) for part in parts))
+    def to(self, device: torch.device) -> "RolloutTensors":
+        return RolloutTensors(*(tensor.to(device, non_blocking=True) for tensor in vars(self).values()))
 
 
 def advantages(rewards: Sequence[float], normalize: bool = False) -> list[float]:
-    """How much better each reply to one problem is than their mean; exactly 0 where all earned the same."""
+    """How much each reply to one problem exceeds their mean reward; exactly 0 where all rewards are equal."""
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
@@ -76,34 +75,30 @@ def advantages(rewards: Sequence[float], normalize: bool = False) -> list[float]
     return [each / deviation for each in centred]
 
 
-def micro_batches(samples: Sequence[Sample], rows: int) -> list[MicroBatch]:
-    """Every sample once, `rows` at a time, in the order of their lengths (so that little is padding)."""
-    ordered = sorted(samples, key=lambda sample: len(sample.prompt) + len(sample.ids))
-    return [_pack(ordered[start : start + rows]) for start in range(0, len(ordered), rows)]
+def micro_batches(rollouts: Sequence[Rollout], rows: int) -> list[RolloutTensors]:
+    """Every rollout once, `rows` at a time, sorted by length so that little is padding."""
+    ordered = sorted(rollouts, key=lambda rollout: len(rollout.prompt) + len(rollout.ids))
+    return [_collate(ordered[start : start + rows]) for start in range(0, len(ordered), rows)]
 
 
-def _pack(samples: Sequence[Sample]) -> MicroBatch:
-    rows = [[*sample.prompt, *sample.ids] for sample in samples]
-    tokens = padded(rows)
-    before, targets, worth, logprobs = list[int](), list[int](), list[float](), list[float]()
-    for i, sample in enumerate(samples):
-        for j, (token, chosen) in enumerate(zip(sample.ids, sample.chosen, strict=True)):
-            if chosen:
-                before.append(i * tokens.size(1) + len(sample.prompt) + j - 1)
-                targets.append(token)
-                worth.append(sample.advantage)
-                logprobs.append(sample.logprobs[j])
-    return MicroBatch(
-        tokens, torch.tensor(before), torch.tensor(targets), torch.tensor(worth), torch.tensor(logprobs)
-    )
+def _collate(rollouts: Sequence[Rollout]) -> RolloutTensors:
+    tokens = padded([[*rollout.prompt, *rollout.ids] for rollout in rollouts])
+    sampled = [
+        (row * tokens.size(1) + len(r.prompt) + i - 1, r.ids[i], r.advantage, r.logprobs[i])
+        for row, r in enumerate(rollouts)
+        for i in range(len(r.ids))
+        if r.is_sampled[i]
+    ]
+    columns = zip(*sampled, strict=True) if sampled else ((),) * 4
+    return RolloutTensors(tokens, *map(torch.tensor, columns))
 
 
-def token_logprobs(model: GPT, batch: MicroBatch, temperature: float) -> Tensor:
-    """The log-probability (N,) of each trained token, in fp32 (or fp64), where it stands."""
-    states = model.hidden(batch.tokens).flatten(0, 1)[batch.before]
+def token_logprobs(model: GPT, batch: RolloutTensors, temperature: float) -> Tensor:
+    """The log-probability (N,) of each sampled token, in fp32 (or fp64)."""
+    states = model.hidden(batch.tokens).flatten(0, 1)[batch.positions]
     size = max(CHUNK_LOGITS // model.config.padded_vocab, 1)
     chunks = list(zip(states.split(size), batch.targets.split(size), strict=True))
-    if len(chunks) > 1 and torch.is_grad_enabled():  # logits are computed again rather than kept
+    if len(chunks) > 1 and torch.is_grad_enabled():  # logits are recomputed rather than kept
         parts = [checkpoint(_logprobs, model, s, t, temperature, use_reentrant=False) for s, t in chunks]
     else:
         parts = [_logprobs(model, s, t, temperature) for s, t in chunks]
@@ -118,28 +113,28 @@ def _logprobs(model: GPT, states: Tensor, targets: Tensor, temperature: float) -
 
 
 def policy_loss(
-    now: Tensor,
-    old: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
     advantage: Tensor,
     *,
     clip: float | None = None,
-    reference: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
     kl: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """The loss summed over tokens, and sums for the log: tokens whose push was stopped, and KL.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, the number of clipped tokens and the KL divergence, each summed over tokens.
 
-    Log-probabilities of each token (N,): now, when it was sampled, and by the reference. Only `now` is trained.
+    Log-probabilities (N,) of each token: now, when it was sampled, and by the reference. Only the first is trained.
     """
-    ratio = (now - old).exp()
-    gain = ratio * advantage
-    stopped = torch.zeros((), device=now.device)
+    ratio = (logprobs - old_logprobs).exp()
+    objective = ratio * advantage
+    clipped_tokens = divergence = torch.zeros((), device=logprobs.device)
     if clip is not None:
-        limited = ratio.clamp(1 - clip, 1 + clip) * advantage
-        stopped = (limited < gain).sum()
-        gain = torch.minimum(gain, limited)
-    loss, distance = -gain.sum(), torch.zeros((), device=now.device)
-    if reference is not None:
-        d = reference - now
-        apart = (d.exp() - d - 1).sum()
-        loss, distance = loss + kl * apart, apart.detach()
-    return loss, torch.stack([stopped.to(now.dtype), distance.to(now.dtype)])
+        clipped = ratio.clamp(1 - clip, 1 + clip) * advantage
+        clipped_tokens = (clipped < objective).sum()
+        objective = torch.minimum(objective, clipped)
+    loss = -objective.sum()
+    if reference_logprobs is not None:
+        d = reference_logprobs - logprobs
+        divergence = (d.exp() - d - 1).sum()
+        loss = loss + kl * divergence
+    return loss, clipped_tokens.detach(), divergence.detach()

@@ -1,17 +1,18 @@
 """`train rl`: reinforcement learning from a task's rewards, on the model's own replies.
 
-    a step:  draw problems  →  sample replies to each with the weights of now (rollouts.py)  →  rewards by the
-             task, advantages  →  the policy gradient over all sampled tokens (policy.py)  →  update
+    a step:  draw problems  →  sample rollouts of each with the current weights (rollouts.py)  →  rewards by the task,
+             advantages  →  the policy gradient over all sampled tokens (policy.py)  →  update
 
-The rest is the loop of every stage (loop.py): guard, checkpoints, signals, evaluation on the way.
+The rest is the loop of every stage (loop.py): guard, checkpoints, signals, evaluation.
 
-On-policy means that what is learned from was sampled by the very weights that learn. Engine and trainer compute
-the same probabilities by different code, so each step logs how far they are apart (`logprob_gap`, nats a token):
-about 1e-6 in fp32, about 1e-2 in bf16.
+On-policy means that the rollouts are sampled by the very weights that are trained. Engine and trainer compute the same
+probabilities by different code, so each step logs the difference of their log-probabilities (`logprob_gap`, nats per
+token): about 1e-6 in fp32, about 1e-2 in bf16.
 """
 
 import functools
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,64 +28,63 @@ from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
 from nanorun.infer.load import model_from_weights
 from nanorun.model.gpt import GPT
-from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
+from nanorun.optim.schedules import scheduled_hyperparameters
 from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import loop
 from nanorun.train.base import Interrupted, make_deterministic
 from nanorun.train.guard import LossScaler, StepVerdict, ThroughputMonitor, TrainingGuard
-from nanorun.train.policy import MicroBatch, Sample, micro_batches, policy_loss, token_logprobs
+from nanorun.train.policy import Rollout, micro_batches, policy_loss, token_logprobs
 from nanorun.train.rl_config import OpenTask, RLConfig, configure
-from nanorun.train.rollouts import Rollouts, Tasks, open_tasks
+from nanorun.train.rollouts import RolloutSource, TaskSplits, open_tasks
 
-MICRO_TOKENS_GPU, MICRO_TOKENS_CPU = 16_384, 4_096
-REFERENCE = "reference"  # the start, kept where KL needs it
+MICRO_TOKENS = {"cuda": 16_384, "mps": 4_096, "cpu": 4_096}
+REFERENCE = "reference"  # the parent's weights, kept for the KL penalty
 
-
-__all__ = ["Options", "configure", "train_rl"]
+__all__ = ["RLOptions", "configure", "train_rl"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to run, not what to learn."""
+class RLOptions:
+    """How to run, not what to train."""
 
     fresh: bool = False
-    device_batch: int | None = None  # samples of a micro-batch
+    device_batch: int | None = None  # rollouts per micro-batch
     dtype: Dtype = "auto"
     compile: bool = True  # the optimizer, on CUDA
     deterministic: bool = False
 
 
 def train_rl(
-    name: str, config: Config, rl: RLConfig, options: Options, open_task: OpenTask = open_by_name
+    name: str, config: Config, rl: RLConfig, options: RLOptions, open_task: OpenTask = open_by_name
 ) -> dict[str, Any]:
-    """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
+    """Trains, or resumes; returns the summary that is also written to the run's folder."""
     if name == rl.parent:
-        raise UserError(f"The run '{name}' cannot be its own start: choose another --name.")
+        raise UserError(f"The run '{name}' cannot start from itself: choose another --name.")
     if options.deterministic:
         make_deterministic()
-    open_tokenizer(config.tokenizer)  # or say what is wrong, before there is a folder
+    open_tokenizer(config.tokenizer)  # an error here leaves no folder behind
     tasks = open_tasks(rl, open_task)
     with Run.open(name, {**config.to_dict(), "rl": asdict(rl)}, fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
-            run.rewind_metrics(-1)  # also where it started from, which is measured again
+            run.rewind_metrics(-1)  # the evaluation at step 0 too, which is repeated
             if read_config(rl.parent).get("kind") not in CHAT_KINDS:
                 say(
-                    f"'{rl.parent}' is a base model, which was not taught to answer: few replies will earn anything. "
-                    f"nanorun train sft --from {rl.parent} comes before."
+                    f"'{rl.parent}' is a base model, not trained to answer: few replies will get a reward. "
+                    f"Run nanorun train sft --from {rl.parent} first."
                 )
         summary = run.folder / "summary.json"
         if found is not None and found.step >= config.train.steps and summary.is_file():
-            say(f"run '{name}' is finished already, at step {found.step}")
-            done: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
-            return done
+            say(f"run '{name}' is already finished, at step {found.step}")
+            finished: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
+            return finished
         training, reference = assemble(config, rl, run, options, found, tasks)
         with training.loader:
             if found is None:
-                loop.log_evaluation(training)  # where it starts from
+                loop.log_evaluation(training)
             step = functools.partial(rl_step, rl=rl, reference=reference)
             if not loop.train(training, step):
                 raise Interrupted(name, training.step, config.train.steps)
@@ -95,49 +95,44 @@ def assemble(
     config: Config,
     rl: RLConfig,
     run: Run,
-    options: Options,
+    options: RLOptions,
     found: checkpoint.Checkpoint | None,
-    tasks: Tasks,
+    tasks: TaskSplits,
 ) -> tuple[loop.Training, GPT | None]:
-    """The parts of a run, fresh or as a checkpoint left them; and the reference, where there is one."""
+    """The parts of a run, new or restored from a checkpoint; and the reference model, if the KL penalty needs one."""
     machine = hardware.detect()
     device, dtype = torch.device(machine.device), hardware.compute_dtype(machine, options.dtype)
-    tokenizer = open_tokenizer(config.tokenizer)
-    model = model_from_weights((found or _start(run, rl)).model, config.model, device, dtype)
+    model = model_from_weights((found or _parent_checkpoint(run, rl)).model, config.model, device, dtype)
     reference = None
     if rl.kl:
         kept = checkpoint.load_newest(run.folder / REFERENCE)
         if kept is None:
-            kept = _start(run, rl)
+            kept = _parent_checkpoint(run, rl)
             checkpoint.save(run.folder / REFERENCE, 0, kept.model, {}, {})
         reference = model_from_weights(kept.model, config.model, device, dtype).requires_grad_(False)
-    compiled = options.compile and device.type == "cuda"
     groups = group_parameters(model.named_parameters(), config.optim)
-    recorded = found.state.get("rows") if found is not None else None
-    tokens = MICRO_TOKENS_GPU if device.type == "cuda" else MICRO_TOKENS_CPU
-    longest = min(2 * rl.max_tokens, config.model.context)  # about; a prompt is seldom longer than a reply
-    rows = options.device_batch or recorded or max(tokens // longest, 1)
-    rollouts = Rollouts(
+    length = min(2 * rl.max_tokens, config.model.context)  # estimated: a prompt is seldom longer than a reply
+    rows = max(MICRO_TOKENS[device.type] // length, 1)
+    saved = found.state if found is not None else {}
+    source = RolloutSource(
         model,
-        tokenizer,
+        open_tokenizer(config.tokenizer),
         rl,
         tasks,
         seed=config.train.seed,
-        rows=rows,
-        state=found.state["loader"] if found is not None else None,
+        rows=options.device_batch or saved.get("rows") or rows,
+        state=saved.get("loader"),
     )
     training = loop.Training(
         config,
         run,
         model,
         model,
-        Optimizer(groups, config.optim, compiled=compiled),
-        rollouts,
-        rollouts.evaluate,
+        Optimizer(groups, config.optim, compiled=options.compile and device.type == "cuda"),
+        source,
+        source.evaluate,
         device,
-        guard=TrainingGuard(
-            norm_factor=1e4
-        ),  # rewards come and go, and gradients with them: only an explosion is wrong
+        guard=TrainingGuard(norm_factor=1e4),  # gradients vary with the rewards: only an explosion is a fault
         scale=LossScaler(dtype == torch.float16),
         watch=ThroughputMonitor(min_fraction=0.0),  # reply lengths vary, and throughput with them
         unit="step",
@@ -150,75 +145,107 @@ def assemble(
 
 
 def rl_step(t: loop.Training, rl: RLConfig, reference: GPT | None) -> loop.Step:
-    """The whole of reinforcement learning, on one screen."""
+    """One step of reinforcement learning: sample rollouts, then one or more updates with them."""
     start = time.perf_counter()
-    rates = schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
-    experience = next(cast(Rollouts, t.loader))
-    samples = [s for s in experience.samples if s.advantage or reference is not None]  # others move nothing
-    trained = sum(sample.trained for sample in experience.samples)
-    begun = time.perf_counter()
+    hyperparameters = scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
+    batch = next(cast(RolloutSource, t.loader))
+    rollouts = [r for r in batch.rollouts if r.advantage or reference is not None]  # others have no gradient
+    sampled_tokens = sum(rollout.sampled_tokens for rollout in batch.rollouts)
+    sampling_seconds = time.perf_counter() - start
 
     loss, norm = 0.0, 0.0
     verdict: StepVerdict = "ok"
-    old: Tensor | None = None  # log-probabilities when they were sampled, which is before the first update
+    old_logprobs: Tensor | None = None  # before the first update: those of the weights that sampled
     sums = torch.zeros(4)
-    for _ in range(rl.inner_updates if samples else 0):
-        total, sums, now = gradients(t, rl, reference, samples, old, trained)
-        old = now if old is None else old
-        loss, norm, verdict = loop.update(t, total, rates)
+    for _ in range(rl.inner_updates if rollouts else 0):
+        total, sums, logprobs = forward_backward(t, rl, reference, rollouts, old_logprobs, sampled_tokens)
+        old_logprobs = logprobs if old_logprobs is None else old_logprobs
+        loss, norm, verdict = loop.update(t, total, hyperparameters)
         if verdict != "ok":
             break
     t.step += 1
-    t.tokens += trained
+    t.tokens += sampled_tokens
     t.position = t.loader.state()
     seconds = time.perf_counter() - start
     t.seconds += seconds
-    figures = experience.figures() | _figures(sums, samples, reference, max(seconds - (begun - start), 1e-9))
-    note = f"step {t.step}/{t.config.train.steps}, reward {figures['reward']:.3f}"
-    waited = begun - start
-    return loop.Step(loss, norm, trained, seconds, waited, verdict, rates.lr_scale, figures, note)
+
+    clipped, divergence, gap, max_gap = sums.tolist()
+    tokens = sum(rollout.sampled_tokens for rollout in rollouts)
+    train_seconds = max(seconds - sampling_seconds, 1e-9)
+    figures = {
+        **batch.figures(),
+        "clip_share": clipped / tokens if tokens else 0.0,
+        "kl": divergence / tokens if reference is not None else None,
+        "logprob_gap": gap / tokens if tokens else None,
+        "logprob_gap_max": max_gap if tokens else None,
+        "train_s": round(train_seconds, 4),
+        "train_tokens_per_s": round(tokens / train_seconds, 1),
+    }
+    return loop.Step(
+        loss,
+        norm,
+        sampled_tokens,
+        seconds,
+        sampling_seconds,
+        verdict,
+        hyperparameters.lr_scale,
+        figures,
+        note=f"step {t.step}/{t.config.train.steps}, reward {figures['reward']:.3f}",
+    )
 
 
-def gradients(
+def forward_backward(
     t: loop.Training,
     rl: RLConfig,
     reference: GPT | None,
-    samples: Sequence[Sample],
-    old: Tensor | None,
-    trained: int,
+    rollouts: Sequence[Rollout],
+    old_logprobs: Tensor | None,
+    sampled_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, its gradients in place; sums for the log; and the log-probabilities of all trained tokens.
+    """Accumulates the gradients of all rollouts. Returns the loss; the sums of clipped tokens, KL divergence and gap
+    between engine and trainer, and the largest gap; and the log-probabilities of all sampled tokens.
 
-    When the device runs out of memory, again with half as many samples at a time.
+    When the device runs out of memory, repeats with half the micro-batch.
     """
-    rollouts = cast(Rollouts, t.loader)
-    rows = rollouts.rows
+    source = cast(RolloutSource, t.loader)
     try:
-        batches = micro_batches(samples, rows)
-        sizes = [len(batch.targets) for batch in batches]
-        olds = old.split(sizes) if old is not None else [None] * len(batches)
-        total, sums, nows = torch.zeros((), device=t.device), torch.zeros(4, device=t.device), list[Tensor]()
-        for batch, was in zip(batches, olds, strict=True):
+        batches = micro_batches(rollouts, source.rows)
+        old = (
+            old_logprobs.split([len(batch.targets) for batch in batches])
+            if old_logprobs is not None
+            else None
+        )
+        total, sums, all_logprobs = (
+            torch.zeros((), device=t.device),
+            torch.zeros(4, device=t.device),
+            list[Tensor](),
+        )
+        for i, batch in enumerate(batches):
             batch = batch.to(t.device)
-            now = token_logprobs(t.model, batch, rl.temperature)
-            nows.append(now.detach())
-            loss, seen = policy_loss(
-                now,
-                nows[-1] if was is None else was,
+            logprobs = token_logprobs(t.model, batch, rl.temperature)
+            all_logprobs.append(logprobs.detach())
+            sampled_with = old[i] if old is not None else all_logprobs[i]
+            reference_logprobs = None
+            if reference is not None:
+                with torch.no_grad():
+                    reference_logprobs = token_logprobs(reference, batch, rl.temperature)
+            loss, clipped, divergence = policy_loss(
+                logprobs,
+                sampled_with,
                 batch.advantages,
                 clip=rl.clip,
-                reference=_by_reference(reference, batch, rl.temperature),
+                reference_logprobs=reference_logprobs,
                 kl=rl.kl,
             )
-            loss = loss / trained
+            loss = loss / sampled_tokens
             (loss * t.scale.scale).backward()
             total += loss.detach()
-            gap = ((nows[-1] if was is None else was) - batch.logprobs).abs()
-            sums[:3] += torch.stack([*seen, gap.sum()])
+            gap = (sampled_with - batch.logprobs).abs()
+            sums[:3] += torch.stack([clipped.to(gap.dtype), divergence, gap.sum()])
             sums[3] = torch.maximum(sums[3], gap.max())
-        return total, sums, torch.cat(nows)
+        return total, sums, torch.cat(all_logprobs)
     except torch.OutOfMemoryError as error:
-        if rows == 1:
+        if source.rows == 1:
             raise UserError(
                 "The device runs out of memory with one reply at a time: choose a smaller --max-tokens."
             ) from error
@@ -226,45 +253,23 @@ def gradients(
     t.model.renew()
     if t.device.type == "cuda":
         torch.cuda.empty_cache()
-    say(f"out of memory with {rows} replies at a time; going on with {rows // 2}")
-    rollouts.rows = rows // 2
-    return gradients(t, rl, reference, samples, old, trained)
-
-
-def _by_reference(reference: GPT | None, batch: MicroBatch, temperature: float) -> Tensor | None:
-    if reference is None:
-        return None
-    with torch.no_grad():
-        return token_logprobs(reference, batch, temperature)
-
-
-def _figures(
-    sums: Tensor, samples: Sequence[Sample], reference: GPT | None, seconds: float
-) -> dict[str, Any]:
-    stopped, apart, gap, most = sums.tolist()
-    tokens = sum(sample.trained for sample in samples)
-    return {
-        "clip_share": stopped / tokens if tokens else 0.0,
-        "kl": apart / tokens if reference is not None else None,
-        "logprob_gap": gap / tokens if tokens else None,
-        "logprob_gap_max": most if tokens else None,
-        "train_s": round(seconds, 4),
-        "train_tokens_per_s": round(tokens / seconds, 1),
-    }
+    say(f"out of memory with {source.rows} replies per micro-batch; continuing with {source.rows // 2}")
+    source.rows //= 2
+    return forward_backward(t, rl, reference, rollouts, old_logprobs, sampled_tokens)
 
 
 def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
-    """The summary and the plot of a run that reached its end."""
+    """Writes the summary and the plot of a finished run."""
     from nanorun.report.plots import plot_reward
 
     records = list(read_metrics(t.run.folder))
     steps = [record for record in records if record["kind"] == "step"]
-    evals = [record for record in records if record["kind"] == "eval"]
-    rollouts = cast(Rollouts, t.loader)
-    last = rollouts.last or rollouts.evaluate()
-    before = {key: value for key, value in evals[0].items() if key.startswith("val_")}
-    before = before if evals[0]["step"] == 0 else {}
-    few = max(len(steps) // 10, 1)
+    first_eval = next(record for record in records if record["kind"] == "eval")
+    source = cast(RolloutSource, t.loader)
+    last = source.last_result or source.evaluate()
+    before = {key: value for key, value in first_eval.items() if key.startswith("val_")}
+    before = before if first_eval["step"] == 0 else {}
+    tenth = max(len(steps) // 10, 1)
     summary: dict[str, Any] = {
         "name": t.run.name,
         "kind": "rl",
@@ -275,15 +280,15 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
         "steps": t.step,
         "tokens": t.tokens,
         "seconds": round(t.seconds, 1),
-        "first_reward": sum(record["reward"] for record in steps[:few]) / few,
-        "last_reward": sum(record["reward"] for record in steps[-few:]) / few,
-        "eval_problems": len(rollouts.held_out),
+        "first_reward": sum(record["reward"] for record in steps[:tenth]) / tenth,
+        "last_reward": sum(record["reward"] for record in steps[-tenth:]) / tenth,
+        "eval_problems": len(source.held_out),
         "samples_each": rl.samples,
         "val_reward_before": before.get("val_reward"),
         "before": before,
         **last.figures(),
-        "rollout_tokens_per_s": _median([record["rollout_tokens_per_s"] for record in steps]),
-        "train_tokens_per_s": _median([record["train_tokens_per_s"] for record in steps]),
+        "rollout_tokens_per_s": statistics.median_high(r["rollout_tokens_per_s"] for r in steps),
+        "train_tokens_per_s": statistics.median_high(r["train_tokens_per_s"] for r in steps),
         "peak_gib": steps[-1]["memory_gib"],
         "skipped_steps": sum(bool(record["skipped"]) for record in steps),
         "device": hardware.detect().name,
@@ -296,12 +301,8 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
     return summary
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _start(run: Run, rl: RLConfig) -> checkpoint.Checkpoint:
-    """The parent's weights that the run began with."""
+def _parent_checkpoint(run: Run, rl: RLConfig) -> checkpoint.Checkpoint:
+    """The parent's weights that the run starts from."""
     path = home.runs_dir() / rl.parent / "checkpoints" / f"{rl.parent_step:06d}"
     try:
         if path.is_dir():
@@ -311,5 +312,5 @@ def _start(run: Run, rl: RLConfig) -> checkpoint.Checkpoint:
         reason = str(damage)
     raise UserError(
         f"The run '{run.name}' starts from step {rl.parent_step} of '{rl.parent}', which cannot be read ({reason}): "
-        "begin anew from what there is with --fresh."
+        "start over from its newest checkpoint with --fresh."
     )

@@ -1,10 +1,10 @@
-"""Replies to learn from: problems in a fixed order, samples of each by the engine, rewards by their task.
+"""Rollouts to train on: problems in a fixed order, replies sampled by the engine, rewards by their task.
 
-The order of problems is a shuffle for each pass, made from the seed, and what a problem's samples are drawn with
-depends on the seed and on how many problems were drawn before. So the one number of problems drawn so far is all
-that a run must remember to go on with the very same problems and draws.
+Each pass over the problems is a shuffle made from the seed, and the random numbers of a problem's rollouts depend on
+the seed and on how many problems were drawn before. So that count is all that a run must save to resume with the very
+same problems and samples.
 
-The engine holds the weights a second time, ready for decoding, and takes over the new ones before each step.
+The engine holds a second copy of the weights, laid out for decoding, and loads the new ones before each step.
 """
 
 import random
@@ -23,35 +23,35 @@ from nanorun.model.gpt import GPT
 from nanorun.tasks.task import Task
 from nanorun.text.chat import parse_reply
 from nanorun.text.tokenizer import Tokenizer
-from nanorun.train.policy import Sample, advantages
+from nanorun.train.policy import Rollout, advantages
 from nanorun.train.rl_config import OpenTask, RLConfig
 
-Tasks = Mapping[str, tuple[Task, Task]]  # by name: to learn from, and held out
+TaskSplits = Mapping[str, tuple[Task, Task]]  # by name: to train on, and held out
 
 
 @dataclass(frozen=True)
-class Experience:
-    """What one step learns from: the samples of each problem."""
+class RolloutBatch:
+    """What one step trains on: the rollouts of each problem."""
 
-    groups: list[list[Sample]]
+    groups: list[list[Rollout]]
     seconds: float
 
     @property
-    def samples(self) -> list[Sample]:
-        return [sample for group in self.groups for sample in group]
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group]
 
     def figures(self) -> dict[str, Any]:
-        samples = self.samples
-        tokens = sum(sample.trained for sample in samples)
-        nats = -sum(sum(sample.logprobs) for sample in samples)  # those of forced tokens are 0
-        lengths = [len(sample.ids) for sample in samples]
+        rollouts = self.rollouts
+        tokens = sum(rollout.sampled_tokens for rollout in rollouts)
+        nats = -sum(sum(rollout.logprobs) for rollout in rollouts)  # those of forced tokens are 0
+        lengths = [len(rollout.ids) for rollout in rollouts]
         return {
-            "reward": sum(sample.reward for sample in samples) / len(samples),
-            "pass@1": sum(sample.reward >= 1 for sample in samples) / len(samples),
-            "telling": sum(any(s.advantage for s in group) for group in self.groups) / len(self.groups),
+            "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+            "pass@1": sum(rollout.reward >= 1 for rollout in rollouts) / len(rollouts),
+            "telling": sum(any(r.advantage for r in group) for group in self.groups) / len(self.groups),
             "length": sum(lengths) / len(lengths),
             "length_max": max(lengths),
-            "cut": sum(not sample.stopped for sample in samples) / len(samples),
+            "cut": sum(not rollout.has_stopped for rollout in rollouts) / len(rollouts),
             "entropy": nats / tokens,
             "rollout_s": round(self.seconds, 4),
             "rollout_tokens_per_s": round(tokens / self.seconds, 1),
@@ -59,11 +59,11 @@ class Experience:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """How the model does on problems that it does not learn from."""
+class HeldOutResult:
+    """Rewards on problems that are not trained on."""
 
     reward: float
-    passes: dict[str, float]
+    pass_at: dict[str, float]
     examples: list[dict[str, Any]]
     by_task: dict[str, float]  # the mean reward of each
 
@@ -72,27 +72,27 @@ class HeldOut:
         return {
             "val_reward": self.reward,
             **{f"val_reward_{task}": reward for task, reward in each.items()},
-            **{f"val_pass@{k}": share for k, share in self.passes.items()},
+            **{f"val_pass@{k}": fraction for k, fraction in self.pass_at.items()},
         }
 
     def sentence(self) -> str:
-        most = list(self.passes)[-1]
-        return f"held-out reward {self.reward:.3f}, pass@{most} {self.passes[most]:.3f}"
+        k, fraction = list(self.pass_at.items())[-1]
+        return f"held-out reward {self.reward:.3f}, pass@{k} {fraction:.3f}"
 
 
-def open_tasks(config: RLConfig, open_task: OpenTask) -> Tasks:
+def open_tasks(config: RLConfig, open_task: OpenTask) -> TaskSplits:
     return {spec: (open_task(spec, "train"), open_task(spec, "test")) for spec in config.tasks}
 
 
-class Rollouts:
-    """The feed of reinforcement learning: each `next` is one step's experience. Use it in a `with`."""
+class RolloutSource:
+    """The batch source of reinforcement learning: each `next` samples one step's rollouts. A context manager."""
 
     def __init__(
         self,
         model: GPT,
         tokenizer: Tokenizer,
         config: RLConfig,
-        tasks: Tasks,
+        tasks: TaskSplits,
         *,
         seed: int,
         rows: int,
@@ -103,48 +103,45 @@ class Rollouts:
         self.problems = [(spec, i) for spec in config.tasks for i in range(len(self.tasks[spec]))]
         if not self.problems:
             raise UserError(f"There are no problems in {', '.join(config.tasks)}: nothing can be learned.")
-        self._order: tuple[int, list[int]] = (-1, [])  # of the pass that it is for
+        self._order: tuple[int, list[int]] = (-1, [])  # epoch, and its shuffle
         self.held_out: list[tuple[str, Task, int]] = []
-        share = -(-config.eval_problems // len(tasks))
+        per_task = -(-config.eval_problems // len(tasks))
         for spec, (_, task) in tasks.items():
-            self.held_out += [(spec, task, i) for i in chosen_questions(len(task), share)]
+            self.held_out += [(spec, task, i) for i in chosen_questions(len(task), per_task)]
         self.drawn = 0
-        self.last: HeldOut | None = None  # what was last seen of them
+        self.last_result: HeldOutResult | None = None
         if state is not None:
             if state["problems"] != len(self.problems):
                 raise UserError(
-                    f"The run began with {state['problems']} problems and {', '.join(config.tasks)} now has "
-                    f"{len(self.problems)}: put back the files that it had, or begin anew with --fresh."
+                    f"The run began with {state['problems']} problems, but {', '.join(config.tasks)} now has "
+                    f"{len(self.problems)}: restore its files, or start over with --fresh."
                 )
             self.drawn = state["drawn"]
-        wanted = config.problems * config.samples
-        slots = fitting_slots(model.config, model.embed.weight.device, wanted, model.dtype.itemsize)
+        batch = config.problems * config.samples
+        slots = fitting_slots(model.config, model.embed.weight.device, batch, model.dtype.itemsize)
         self.engine = Engine(model, tokenizer, Settings(slots=slots, tool_threads=0))
 
-    def __iter__(self) -> "Rollouts":
+    def __iter__(self) -> "RolloutSource":
         return self
 
-    def __next__(self) -> Experience:
+    def __next__(self) -> RolloutBatch:
         start = time.perf_counter()
-        config, first = self.config, self.drawn
-        problems = [self.problem(first + i) for i in range(config.problems)]
+        numbers = range(self.drawn, self.drawn + self.config.problems)
+        problems = [self.problem(number) for number in numbers]
         requests = [
-            self._ask(self.tasks[spec], index, seed_of(self.seed, "rollout", first + i), logprobs=0)
-            for i, (spec, index) in enumerate(problems)
+            self._make_request(self.tasks[spec], index, seed_of(self.seed, "rollout", number), logprobs=0)
+            for number, (spec, index) in zip(numbers, problems, strict=True)
         ]
-        replies = self._generate(requests)
         groups = []
-        for i, (spec, index) in enumerate(problems):
-            mine = replies[i * config.samples : (i + 1) * config.samples]
-            rewards = [self._judge(spec, self.tasks[spec], index, reply).reward or 0.0 for reply in mine]
-            worth = advantages(rewards, config.normalize_std)
-            prompt = list(requests[i].prompt)
-            groups.append([_sample(prompt, *each) for each in zip(mine, rewards, worth, strict=True)])
-        self.drawn += config.problems
-        return Experience(groups, time.perf_counter() - start)
+        for (spec, index), request, replies in zip(problems, requests, self._sample(requests), strict=True):
+            rewards = [self._grade(spec, self.tasks[spec], index, reply).reward or 0.0 for reply in replies]
+            scored = zip(replies, rewards, advantages(rewards, self.config.normalize_std), strict=True)
+            groups.append([_rollout(list(request.prompt), *each) for each in scored])
+        self.drawn += self.config.problems
+        return RolloutBatch(groups, time.perf_counter() - start)
 
     def problem(self, number: int) -> tuple[str, int]:
-        """Which problem is drawn as the so-many-th: each once a pass, every pass in another order."""
+        """The problem drawn as number `number`: each once per epoch, every epoch in another order."""
         epoch, at = divmod(number, len(self.problems))
         if self._order[0] != epoch:
             order = list(range(len(self.problems)))
@@ -152,57 +149,59 @@ class Rollouts:
             self._order = epoch, order
         return self.problems[self._order[1][at]]
 
-    def evaluate(self) -> HeldOut:
-        """Samples of the held-out problems, drawn with the same luck every time."""
+    def evaluate(self) -> HeldOutResult:
+        """Rewards of rollouts of the held-out problems, sampled with the same seeds every time."""
         requests = [
-            self._ask(task, index, seed_of(self.seed, "held out", spec, index))
+            self._make_request(task, index, seed_of(self.seed, "held out", spec, index))
             for spec, task, index in self.held_out
         ]
-        replies = self._generate(requests)
-        judged, many = list[Answer](), self.config.samples
-        for i, (spec, task, index) in enumerate(self.held_out):
-            judged += [self._judge(spec, task, index, reply) for reply in replies[i * many : (i + 1) * many]]
-        rewards = [answer.reward or 0.0 for answer in judged]
-        groups = [rewards[i : i + many] for i in range(0, len(rewards), many)]
-        examples = [asdict(answer) for answer in judged[:: 3 * many + 1][:8]]
-        by_task = {spec: [a.reward or 0.0 for a in judged if a.task == spec] for spec in self.tasks}
-        means = {spec: sum(mine) / len(mine) for spec, mine in by_task.items() if mine}
-        self.last = HeldOut(sum(rewards) / len(rewards), pass_at(groups), examples, means)
-        return self.last
+        groups = zip(self.held_out, self._sample(requests), strict=True)
+        graded = [self._grade(*problem, reply) for problem, replies in groups for reply in replies]
+        rewards, n = [reply.reward or 0.0 for reply in graded], self.config.samples
+        by_task: dict[str, list[float]] = {}
+        for reply, reward in zip(graded, rewards, strict=True):
+            by_task.setdefault(reply.task, []).append(reward)
+        self.last_result = HeldOutResult(
+            sum(rewards) / len(rewards),
+            pass_at([rewards[i : i + n] for i in range(0, len(rewards), n)]),
+            [asdict(reply) for reply in graded[:: 3 * n + 1][:8]],
+            {spec: sum(each) / len(each) for spec, each in by_task.items()},
+        )
+        return self.last_result
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn, "problems": len(self.problems)}
 
-    def __enter__(self) -> "Rollouts":
+    def __enter__(self) -> "RolloutSource":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
 
-    def _ask(self, task: Task, index: int, seed: int, logprobs: int | None = None) -> Request:
+    def _make_request(self, task: Task, index: int, seed: int, logprobs: int | None = None) -> Request:
         config = self.config
         prompt = prompt_of(task[index], self.tokenizer, self.model.config.context, config.max_tokens)
-        sampling = Sampling(
-            temperature=config.temperature, seed=seed
-        )  # all else would be another distribution
+        # No top-k or top-p: rollouts must come from the distribution that the loss is computed for.
+        sampling = Sampling(temperature=config.temperature, seed=seed)
         return make_request(prompt, self.tokenizer, sampling, config.max_tokens, config.samples, logprobs)
 
-    def _generate(self, requests: Sequence[Request]) -> list[Reply]:
+    def _sample(self, requests: Sequence[Request]) -> list[list[Reply]]:
+        """The replies to each request."""
         self.engine.load_weights(self.model)
-        replies = self.engine.generate(requests)
-        # The engine may be resting only in a moment, and until then some libraries would use as few threads here
-        # as it does, and round differently.
+        replies, n = self.engine.generate(requests), self.config.samples
+        # The engine's thread may go idle only a moment later, and until then some libraries would use as few threads
+        # here as it does, and round differently.
         torch.set_num_threads(torch.get_num_threads())
-        return replies
+        return [replies[i : i + n] for i in range(0, len(replies), n)]
 
-    def _judge(self, spec: str, task: Task, index: int, reply: Reply) -> Answer:
+    def _grade(self, spec: str, task: Task, index: int, reply: Reply) -> Answer:
         parts = parse_reply(reply.ids, self.tokenizer)
         answer = Answer(spec, index, 0, asked(task[index]), parts, reply.finish)
         return replace(answer, reward=reward_of(task, spec, answer))
 
 
-def _sample(prompt: list[int], reply: Reply, reward: float, advantage: float) -> Sample:
+def _rollout(prompt: list[int], reply: Reply, reward: float, advantage: float) -> Rollout:
     assert reply.logprobs is not None
-    chosen = [not forced for forced in reply.forced]
+    is_sampled = [not forced for forced in reply.forced]
     logprobs = [each.sampled for each in reply.logprobs]
-    return Sample(prompt, reply.ids, chosen, logprobs, reward, advantage, reply.finish == "stop")
+    return Rollout(prompt, reply.ids, is_sampled, logprobs, reward, advantage, reply.finish == "stop")

@@ -22,7 +22,7 @@ def test_engine_and_trainer_agree_and_the_reward_rises(home, dtype, gap):
         eval_problems=8,
         train={"eval_every": 0, "save_every": 100},
     )
-    rl.train_rl(*run, rl.Options(dtype=dtype), open_task)
+    rl.train_rl(*run, rl.RLOptions(dtype=dtype), open_task)
     steps = [record for record in read_metrics(home / "runs" / dtype) if record["kind"] == "step"]
     assert max(record["logprob_gap"] for record in steps) < gap
     rewards = [record["reward"] for record in steps]

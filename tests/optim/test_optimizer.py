@@ -14,7 +14,7 @@ from nanorun.optim.adamw import EPSILON
 from nanorun.optim.groups import ParameterGroup, group_parameters
 from nanorun.optim.muon import MuonUnit, muon_update, normalize_rows
 from nanorun.optim.optimizer import Optimizer
-from nanorun.optim.orthogonal import newton_schulz, polar_express
+from nanorun.optim.orthogonal import orthogonalize
 from nanorun.optim.schedules import ScheduledHyperparameters, scheduled_hyperparameters
 
 
@@ -41,8 +41,7 @@ def plain_muon(
         update = momentum
         if config.nesterov:
             update = now.momentum * momentum + (1 - now.momentum) * grad
-        method = polar_express if config.orthogonalize == "polar_express" else newton_schulz
-        update = method(update)
+        update = orthogonalize(update, config.orthogonalize)
         if config.normuon:
             lines = update if rows >= cols else update.T.clone()
             evened = torch.empty_like(lines)
@@ -201,7 +200,7 @@ def test_cautious_decay_shrinks_only_what_the_update_shrinks_too():
 
     def after(decay: float, cautious: bool = True) -> Tensor:
         scalars = [torch.tensor(value, dtype=torch.float64) for value in (0.1, 0.9, decay, 0.9)]
-        switches = {"orthogonalize": "polar_express", "nesterov": True, "cautious": cautious}
+        switches = {"method": "polar_express", "nesterov": True, "cautious": cautious}
         return muon_update(params, grads, zeros, None, *scalars, dtype=None, **switches)[0]
 
     shrinks = (params - after(0.0)) * params >= 0  # without decay the update alone moves it towards zero

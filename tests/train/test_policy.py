@@ -9,7 +9,7 @@ from small_tasks import tiny_config
 
 from nanorun.model.gpt import build
 from nanorun.train import policy
-from nanorun.train.policy import Sample, advantages, micro_batches, policy_loss, token_logprobs
+from nanorun.train.policy import Rollout, advantages, micro_batches, policy_loss, token_logprobs
 
 TOKENS, VOCAB = 7, 5
 
@@ -57,8 +57,8 @@ def test_the_gradient_is_that_of_plain_arithmetic(clip, kl, moved):
     old = logprobs(logits + moved * torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=dice))
     reference = logprobs(torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=dice))
     moving = logits.clone().requires_grad_()
-    loss, sums = policy_loss(
-        logprobs(moving), old, worth, clip=clip, reference=reference if kl else None, kl=kl
+    loss, clipped_tokens, divergence = policy_loss(
+        logprobs(moving), old, worth, clip=clip, reference_logprobs=reference if kl else None, kl=kl
     )
     loss.backward()
 
@@ -71,11 +71,11 @@ def test_the_gradient_is_that_of_plain_arithmetic(clip, kl, moved):
     if clip:
         ratio = (logprobs(logits) - old).exp()
         outside = ((ratio > 1 + clip) & (worth > 0)) | ((ratio < 1 - clip) & (worth < 0))
-        assert sums[0] == outside.sum() > 0
+        assert clipped_tokens == outside.sum() > 0
         assert (moving.grad[outside] == 0).all() or kl
     else:
-        assert sums[0] == 0
-    assert (sums[1] > 0) == bool(kl)
+        assert clipped_tokens == 0
+    assert (divergence > 0) == bool(kl)
 
 
 def test_one_update_is_reinforce_with_a_baseline():
@@ -106,7 +106,7 @@ def some_samples(count, seed=0):
         ids = [dice.randrange(265) for _ in range(dice.randint(1, 12))]
         chosen = [dice.random() < 0.7 for _ in ids]
         prompt = [dice.randrange(265) for _ in range(dice.randint(1, 9))]
-        samples.append(Sample(prompt, ids, chosen, [-1.0] * len(ids), 0.5, dice.uniform(-1, 1), True))
+        samples.append(Rollout(prompt, ids, chosen, [-1.0] * len(ids), 0.5, dice.uniform(-1, 1), True))
     return samples
 
 
@@ -123,7 +123,7 @@ def test_every_sample_is_in_one_micro_batch_whatever_is_left_over(rows):
         for row, length in zip(batch.tokens.tolist(), lengths(samples, batch), strict=True)
     ]
     assert sorted(seen) == sorted((*sample.prompt, *sample.ids) for sample in samples)
-    assert sum(len(batch.targets) for batch in batches) == sum(sample.trained for sample in samples)
+    assert sum(len(batch.targets) for batch in batches) == sum(sample.sampled_tokens for sample in samples)
 
 
 def lengths(samples, batch):
@@ -156,7 +156,9 @@ def test_the_gradient_through_the_model_is_that_of_each_sample_alone(rows, monke
         tokens = torch.tensor([[*sample.prompt, *sample.ids]])
         z = model.head(model.hidden(tokens))[0, :, :265]
         z = (15 * torch.tanh(z / 15) / temperature).log_softmax(1)
-        for at, (token, chosen) in enumerate(zip(sample.ids, sample.chosen, strict=True), len(sample.prompt)):
+        for at, (token, chosen) in enumerate(
+            zip(sample.ids, sample.is_sampled, strict=True), len(sample.prompt)
+        ):
             if chosen:
                 (-sample.advantage * z[at - 1, token]).backward(retain_graph=True)
     for name, parameter in model.named_parameters():
@@ -167,8 +169,8 @@ def test_prompts_tool_outputs_and_padding_are_not_trained_and_the_last_token_is(
     """Only the states before chosen tokens get a gradient; what padding holds is nobody's concern."""
     model = double_model()
     samples = [
-        Sample([1, 2, 3], [4, 5, 6, 7, 8], [True, True, False, False, True], [0.0] * 5, 1.0, 1.0, True),
-        Sample([9], [10, 11], [True, True], [0.0] * 2, 0.0, -0.5, True),
+        Rollout([1, 2, 3], [4, 5, 6, 7, 8], [True, True, False, False, True], [0.0] * 5, 1.0, 1.0, True),
+        Rollout([9], [10, 11], [True, True], [0.0] * 2, 0.0, -0.5, True),
     ]
     [batch] = micro_batches(samples, 2)
     states, original = [], model.hidden
@@ -187,8 +189,8 @@ def test_prompts_tool_outputs_and_padding_are_not_trained_and_the_last_token_is(
     assert short == [True, True, *[False] * 6]
     tokens = batch.tokens.clone()
     tokens[0, 3:] = 200
-    other = token_logprobs(model, policy.MicroBatch(tokens, *list(vars(batch).values())[1:]), 1.0)
+    other = token_logprobs(model, policy.RolloutTensors(tokens, *list(vars(batch).values())[1:]), 1.0)
     assert torch.equal(now, other)
     tokens[1, 4] = 201  # a chosen token of the other sample is another context for what follows
-    changed = token_logprobs(model, policy.MicroBatch(tokens, *list(vars(batch).values())[1:]), 1.0)
+    changed = token_logprobs(model, policy.RolloutTensors(tokens, *list(vars(batch).values())[1:]), 1.0)
     assert not torch.equal(now, changed)

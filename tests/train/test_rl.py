@@ -62,14 +62,14 @@ def configured(name, tasks=("echo",), parent="echoes", steps=4, train=None, **ch
 
 def learn(name, *args, options=None, **changes):
     run, config, learning = configured(name, *args, **changes)
-    return rl.train_rl(run, config, learning, options or rl.Options(fresh=True), open_task)
+    return rl.train_rl(run, config, learning, options or rl.RLOptions(fresh=True), open_task)
 
 
 def assembled(name, *args, options=None, **changes):
     run, config, learning = configured(name, *args, **changes)
     held = Run.open(run, config.to_dict(), fresh=True)
     tasks = rl.open_tasks(learning, open_task)
-    return *rl.assemble(config, learning, held, options or rl.Options(), None, tasks), learning
+    return *rl.assemble(config, learning, held, options or rl.RLOptions(), None, tasks), learning
 
 
 def steps_of(home, name):
@@ -87,15 +87,15 @@ def test_the_trainer_and_the_engine_agree_on_what_was_sampled(temperature):
         f"agree{temperature}", ("sum",), "sums", temperature=temperature, max_tokens=12
     )
     with t.run, t.loader:
-        samples = next(t.loader).samples
-    assert any(not all(sample.chosen) for sample in samples), "tools spoke"
-    assert any(sample.stopped for sample in samples)
+        samples = next(t.loader).rollouts
+    assert any(not all(sample.is_sampled) for sample in samples), "tools spoke"
+    assert any(sample.has_stopped for sample in samples)
     ending = t.loader.tokenizer.special["<|assistant_end|>"]
     for sample in samples:
-        if sample.stopped:
-            assert sample.chosen[-1], "what ends a reply is trained"
-        for logprob, chosen in zip(sample.logprobs, sample.chosen, strict=True):
-            assert chosen or logprob == 0
+        if sample.has_stopped:
+            assert sample.is_sampled[-1], "what ends a reply is trained"
+        for logprob, is_sampled in zip(sample.logprobs, sample.is_sampled, strict=True):
+            assert is_sampled or logprob == 0
     assert any(sample.ids[-1] == ending for sample in samples)
     for batch in micro_batches(samples, 5):
         with torch.no_grad():
@@ -107,7 +107,7 @@ def test_the_trainer_and_the_engine_agree_on_what_was_sampled(temperature):
 def test_three_problems_of_five_samples_on_a_micro_batch_of_two_use_every_sample_once(monkeypatch):
     seen, sampled = Counter(), Counter()
     t, reference, learning = assembled(
-        "remainders", problems=3, samples=5, kl=0.01, options=rl.Options(device_batch=2)
+        "remainders", problems=3, samples=5, kl=0.01, options=rl.RLOptions(device_batch=2)
     )
     original, draw = rl.token_logprobs, type(t.loader).__next__
 
@@ -119,7 +119,7 @@ def test_three_problems_of_five_samples_on_a_micro_batch_of_two_use_every_sample
 
     def drawing(rollouts):
         experience = draw(rollouts)
-        sampled.update((*s.prompt, *s.ids) for s in experience.samples)
+        sampled.update((*s.prompt, *s.ids) for s in experience.rollouts)
         return experience
 
     monkeypatch.setattr(rl, "token_logprobs", counting)
@@ -194,7 +194,7 @@ class Same(Echo):
 def test_where_all_replies_earn_the_same_nothing_moves_and_nothing_is_divided_by_zero(world):
     before = weights_of(world, "echoes")
     run, config, learning = configured("nothing", normalize_std=True)
-    rl.train_rl(run, config, learning, rl.Options(fresh=True), lambda spec, split: Same(split))
+    rl.train_rl(run, config, learning, rl.RLOptions(fresh=True), lambda spec, split: Same(split))
     after = weights_of(world, "nothing")
     assert all(torch.equal(before[name], after[name]) for name in before)
     records = steps_of(world, "nothing")
@@ -216,10 +216,10 @@ def test_rates_are_a_twentieth_of_the_parents_and_fall_in_a_line_to_zero(world):
     assert scales == pytest.approx([1 - step / 10 for step in range(11)])
     _, config, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, problems=16)
     assert config.train.steps == 3, "all 40 problems once"
-    _, bolder, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, rate_share=0.2)
+    _, bolder, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, lr_fraction=0.2)
     assert bolder.optim.matrix_lr == pytest.approx(0.2 * parents["matrix_lr"])
     with pytest.raises(UserError, match="--rate-share is 0"):
-        rl.configure(["echo"], parent="echoes", open_task=open_task, rate_share=0)
+        rl.configure(["echo"], parent="echoes", open_task=open_task, lr_fraction=0)
 
 
 # -- nothing is lost ---------------------------------------------------------------------------------
@@ -287,15 +287,15 @@ def test_a_finished_run_is_not_done_again_and_remembers_where_it_began(world):
     assert learn_again("done") == done
     with pytest.raises(UserError, match=r"rl\.clip"):
         learn_again("done", clip=0.1)
-    with pytest.raises(UserError, match="own start"):
-        rl.train_rl("echoes", *configured("x", parent="echoes")[1:], rl.Options(), open_task)
+    with pytest.raises(UserError, match="start from itself"):
+        rl.train_rl("echoes", *configured("x", parent="echoes")[1:], rl.RLOptions(), open_task)
 
 
 def learn_again(name, **changes):
     small = {"problems": 4, "samples": 6, "max_tokens": 8, "eval_problems": 4, **changes}
     train = {"eval_every": 0, "save_every": 2}
     run = rl.configure(["echo"], name=name, steps=4, open_task=open_task, train=train, **small)
-    return rl.train_rl(*run, rl.Options(), open_task)
+    return rl.train_rl(*run, rl.RLOptions(), open_task)
 
 
 class Fewer(Echo):
@@ -308,8 +308,8 @@ def test_a_task_that_has_other_problems_now_is_refused(world):
     learn("fewer")
     (world / "runs" / "fewer" / "summary.json").unlink()
     run, config, learning = configured("fewer")
-    with pytest.raises(UserError, match="40 problems and echo now has 30"):
-        rl.train_rl(run, config, learning, rl.Options(), lambda spec, split: Fewer(split))
+    with pytest.raises(UserError, match="40 problems, but echo now has 30"):
+        rl.train_rl(run, config, learning, rl.RLOptions(), lambda spec, split: Fewer(split))
 
 
 def test_a_reference_that_is_gone_is_a_sentence(world):
@@ -318,7 +318,7 @@ def test_a_reference_that_is_gone_is_a_sentence(world):
     for path in (world / "runs" / "short-lived" / "checkpoints").iterdir():
         path.rename(path.with_name("000099"))
     with pytest.raises(UserError, match="it is gone"):
-        rl.train_rl(run, config, learning, rl.Options(), open_task)
+        rl.train_rl(run, config, learning, rl.RLOptions(), open_task)
 
 
 def test_a_loss_that_is_not_a_number_is_skipped_and_repeated_ones_roll_back(world, monkeypatch, capsys):
@@ -330,7 +330,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_repeated_ones_roll_back(worl
         return found * float("nan") if len(calls) in (4, 7, 8, 9) else found
 
     monkeypatch.setattr(rl, "token_logprobs", spiking)
-    learn("spiky", steps=14, train={"save_every": 3}, options=rl.Options(fresh=True, device_batch=99))
+    learn("spiky", steps=14, train={"save_every": 3}, options=rl.RLOptions(fresh=True, device_batch=99))
     records = steps_of(world, "spiky")
     assert sum(bool(record["skipped"]) for record in records) == 1, "the others were rolled back"
     assert "back to the weights of step" in capsys.readouterr().err
@@ -340,7 +340,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_repeated_ones_roll_back(worl
 
 
 def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeypatch, capsys):
-    learn("roomy", options=rl.Options(fresh=True, device_batch=3))
+    learn("roomy", options=rl.RLOptions(fresh=True, device_batch=3))
     original = rl.token_logprobs
 
     events, renew = [], GPT.renew
@@ -354,8 +354,8 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeyp
 
     monkeypatch.setattr(rl, "token_logprobs", small)
     monkeypatch.setattr(GPT, "renew", lambda model: (events.append("renews"), renew(model))[1])
-    learn("narrow", options=rl.Options(fresh=True, device_batch=24))
-    assert "going on with 3" in capsys.readouterr().err
+    learn("narrow", options=rl.RLOptions(fresh=True, device_batch=24))
+    assert "continuing with 3" in capsys.readouterr().err
     one, other = weights_of(world, "roomy"), weights_of(world, "narrow")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert found_state(world, "narrow")["rows"] == 3
@@ -413,7 +413,7 @@ def test_a_task_that_is_not_there_leaves_no_run_behind(world):
         return open_task(spec, split)
 
     with pytest.raises(UserError, match="no such split"):
-        rl.train_rl(run, config, learning, rl.Options(), only_train)
+        rl.train_rl(run, config, learning, rl.RLOptions(), only_train)
     assert not (world / "runs" / "halfway").exists()
 
 
@@ -422,7 +422,7 @@ def test_a_start_that_was_not_taught_to_answer_is_named_once(world, capsys):
     config = world / "runs" / "untaught" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "kind": "base"}))
     learn("from-base", parent="untaught", steps=1)
-    assert capsys.readouterr().err.count("'untaught' is a base model, which was not taught to answer") == 1
+    assert capsys.readouterr().err.count("'untaught' is a base model, not trained to answer") == 1
     learn("from-taught", steps=1)
     assert "base model" not in capsys.readouterr().err
 
