@@ -3,11 +3,11 @@
     python benchmarks/core.py --bundle ../shared/data/core.tar.xz --depth 4 --max-per-task 8
     python benchmarks/core.py --bundle ../shared/data/core.tar.xz --model base-d12 --slow-per-task 50    # on a GPU
 
-Three ways: batched with trunks shared, batched with each answer behind its own copy of the question, and one
-example at a time with all logits, as evaluators usually do it. The slow way may take fewer examples of each
-task: its time for a whole task is then reckoned from those. Making prompts is not timed. Verdicts are compared
-wherever two ways have judged the same example. Without --model the weights are random and the tokenizer is
-GPT-2's. Prints a table, and one JSON line last.
+Three methods: batched with shared prefixes, batched with a copy of the question before each answer, and one example
+at a time with all logits, as evaluators usually do it. The slow method can use fewer examples of each task
+(--slow-per-task): its time is then extrapolated to the whole task. Building prompts is not timed. Verdicts are
+compared wherever two methods judged the same example. Without --model the weights are random and the tokenizer is
+GPT-2's. Prints a table and, last, one JSON line.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def open_model(name: str | None, depth: int) -> tuple[GPT, Encoder]:
     device = torch.device(machine.device)
     model = build(scale_model(depth, tokenizer.vocab_size, 2048), device, hardware.compute_dtype(machine))
     dice = torch.Generator(device).manual_seed(1)
-    with torch.no_grad():  # what starts at zero would make every choice alike
+    with torch.no_grad():  # weights that start at zero would score every choice the same
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=dice, device=device)
     return model.eval(), tokenizer
@@ -69,7 +69,7 @@ def batched(model: OurModel, tasks: list[Encoded], share: bool, batch_tokens: in
 
 
 def slowly(model: OurModel, tasks: list[Encoded], counts: list[int]) -> dict[str, Any]:
-    """One example at a time; `counts` says how many examples the time is reckoned for."""
+    """One example at a time; the time is extrapolated to `counts` examples of each task."""
     total, judged = 0.0, []
     for task, count in zip(tasks, counts, strict=True):
         start = time.perf_counter()
@@ -106,7 +106,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
     ways = [batched(model, tasks, share, budget) for share in shared]
     ways.append(slowly(model, some, counts))
-    if fewer != most:  # shots depend on the cap, so the same examples are judged again
+    if fewer != most:  # the cap changes the shots, so the same examples are judged again
         again = batched(model, some, True, budget)["verdicts"]
     else:
         again = ways[0]["verdicts"]
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--max-per-task", type=int, default=None)
     parser.add_argument("--slow-per-task", type=int, default=None)
-    parser.add_argument("--no-copies", action="store_true", help="leave out the second way")
+    parser.add_argument("--no-copies", action="store_true", help="skip the second method")
     parser.add_argument("--batch-tokens", type=int, default=None)
     parser.add_argument("--save", type=Path, default=None)
     arguments = parser.parse_args()

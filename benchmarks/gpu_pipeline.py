@@ -1,13 +1,12 @@
-"""Everything that needs a GPU, one stage after the other: tests, speed, and what can only be said of trained weights.
+"""Everything that needs a GPU, stage by stage: tests, throughput, and measurements that need trained weights.
 
     python benchmarks/gpu_pipeline.py WORK --minutes 25 [--stages pretrain,sft] [--tokens 180000000]
 
 WORK is a NANORUN_HOME that already holds the text (`shared`, tokenized as `shared-shared-32768`, tokenizer
 `shared-32768`), the tasks' files (`tasks/`) and the CORE bundle (`core.tar.xz`). Each stage is one or more
-commands of nanorun itself; what it prints goes to WORK/results/STAGE.log (of its second command to
-STAGE-1.log), figures to WORK/results/*.json. A stage that is done is not done again, and one that would not
-end within the minutes left is not begun. The last line printed is a JSON object: seconds and exit code of
-every stage.
+nanorun commands; their output goes to WORK/results/STAGE.log (the second command's to STAGE-1.log), results to
+WORK/results/*.json. Finished stages are skipped, and so are stages that would not finish within the minutes left.
+The last line printed is a JSON object: seconds and exit code of every stage.
 """
 
 import argparse
@@ -34,8 +33,8 @@ DATA = ["--data", "shared-shared-32768", "--tokenizer", "shared-32768"]
 @dataclass(frozen=True)
 class Stage:
     name: str
-    seconds: float  # about; more than half as much again, and it is stopped
-    commands: tuple[tuple[str, ...], ...]  # side by side
+    seconds: float  # estimate; the stage is stopped after 1.5 times as long
+    commands: tuple[tuple[str, ...], ...]  # run concurrently
 
 
 def nanorun(*args: str) -> tuple[str, ...]:
@@ -47,7 +46,7 @@ def tests(*args: str) -> tuple[str, ...]:
 
 
 def stages(results: Path, tokens: int) -> list[Stage]:
-    def kept(name: str) -> tuple[str, str, str]:
+    def save(name: str) -> tuple[str, str, str]:
         return "--json", "--save", str(results / f"{name}.json")
 
     def chat_core(model: str) -> tuple[str, ...]:
@@ -80,7 +79,7 @@ def stages(results: Path, tokens: int) -> list[Stage]:
                     *DATA,
                     "--batch-tokens",
                     "524288",
-                    *kept("train-d12-h200"),
+                    *save("train-d12-h200"),
                 ),
             ),
         ),
@@ -94,7 +93,7 @@ def stages(results: Path, tokens: int) -> list[Stage]:
                 ),
             ),
         ),
-        # What learns and what only answers may share the GPU: neither is timed.
+        # Training and evaluation share the GPU, since neither is timed.
         Stage(
             "sft",
             130,
@@ -125,19 +124,19 @@ def stages(results: Path, tokens: int) -> list[Stage]:
                 ),
             ),
         ),
-        Stage("infer-d12", 40, (nanorun("bench", "infer", "--depth", "12", *kept("infer-d12-h200")),)),
-        Stage("infer-d20", 50, (nanorun("bench", "infer", "--depth", "20", *kept("infer-d20-h200")),)),
-        Stage("infer-trained", 40, (nanorun(*infer, *kept("infer-d12-trained-h200")),)),
-        Stage("infer-int8", 40, (nanorun(*infer, "--int8", *kept("infer-d12-int8-h200")),)),
+        Stage("infer-d12", 40, (nanorun("bench", "infer", "--depth", "12", *save("infer-d12-h200")),)),
+        Stage("infer-d20", 50, (nanorun("bench", "infer", "--depth", "20", *save("infer-d20-h200")),)),
+        Stage("infer-trained", 40, (nanorun(*infer, *save("infer-d12-trained-h200")),)),
+        Stage("infer-int8", 40, (nanorun(*infer, "--int8", *save("infer-d12-int8-h200")),)),
         Stage(
-            "infer-lookup", 40, (nanorun(*infer, "--speculate", "lookup", *kept("infer-d12-lookup-h200")),)
+            "infer-lookup", 40, (nanorun(*infer, "--speculate", "lookup", *save("infer-d12-lookup-h200")),)
         ),
         Stage(
             "core",
             120,
             (
                 nanorun(
-                    *("eval", "core", "--model", "d12", *bundle, *kept("core-d12-h200")),
+                    *("eval", "core", "--model", "d12", *bundle, *save("core-d12-h200")),
                     *("--plot", str(results / "core-d12.png")),
                 ),
             ),
@@ -189,7 +188,7 @@ def main() -> None:
     )
     parser.add_argument("work", type=Path)
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--stages", help="only these, by name, with commas")
+    parser.add_argument("--stages", help="only these stages, separated by commas")
     parser.add_argument("--tokens", type=int, default=180_000_000, help="to pretrain on")
     args = parser.parse_args()
     results = args.work / "results"
@@ -203,7 +202,7 @@ def main() -> None:
             continue
         left = until - time.monotonic()
         if left < stage.seconds:
-            print(f"{stage.name}: not begun, {left:.0f} s are left", flush=True)
+            print(f"{stage.name}: skipped, {left:.0f} s left", flush=True)
             continue
         code, seconds = run(stage, args.work, results)
         done[stage.name] = {"code": code, "seconds": round(seconds, 1)}

@@ -1,12 +1,12 @@
-"""How fast the loader is, and what packing costs and saves.
+"""Throughput of the data loader, and what each way of packing costs and loses.
 
     nanorun data add ../shared/data/pretrain/train-0*.jsonl.xz --val ../shared/data/pretrain/val.jsonl.xz --name shared
     nanorun tok train --vocab 32768 --data shared
     nanorun data tokenize shared --tokenizer shared-32768
     python benchmarks/loader.py --text shared --tokens shared-shared-32768 --tokenizer shared-32768
 
-Prints two tables and, last, one JSON line; --save keeps that line's content in a file. Speed is measured
-on the batches that training gets: packed, cut into inputs and targets, converted to tensors.
+Prints two tables and, last, one JSON line; --save writes it to a file. Throughput is measured on the batches
+that training gets: packed, split into inputs and targets, converted to tensors.
 """
 
 import argparse
@@ -30,9 +30,10 @@ from nanorun.text.store import open_tokenizer
 
 
 def tokens_per_second(source: Source, rows: int, context: int, order: RowOrder, seconds: float) -> float:
-    """Over whole blocks: a block of text arrives at once, so a window that cuts one would count it or not."""
+    """Measured over whole blocks: a block of text arrives at once, so part of one would distort the result."""
     with Loader(source, rows=rows, context=context, order=order) as loader:
-        tokens, block, marks = 0, None, []  # (when, tokens so far) at each change of block
+        tokens, block = 0, None
+        marks: list[tuple[float, int]] = []  # (time, tokens so far) at each change of block
         while not marks or len(marks) < 3 or marks[-1][0] - marks[0][0] < seconds:
             batch = next(loader)
             tokens += batch.inputs.numel()
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="a dataset of text")
     parser.add_argument("--tokens", required=True, help="the same dataset, tokenized")
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--seconds", type=float, default=12.0, help="for each speed")
+    parser.add_argument("--seconds", type=float, default=12.0, help="for each measurement")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()

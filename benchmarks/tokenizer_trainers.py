@@ -1,10 +1,10 @@
-"""rustbpe against Hugging Face tokenizers: training BPE on the same text, same split pattern, in one run.
+"""BPE training with rustbpe and with Hugging Face tokenizers: same text, same split pattern, in one run.
 
     python benchmarks/tokenizer_trainers.py ../shared/data/pretrain/train-00.jsonl.xz --mb 100 \\
         --held-out ../shared/data/pretrain/val.jsonl.xz
 
-Both results are turned into our Tokenizer and encode the same held-out text, which neither has seen.
-Prints a table, and one JSON line last.
+Both vocabularies are loaded into our Tokenizer and encode the same held-out text.
+Prints a table and, last, one JSON line.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from nanorun.text.tokenizer import (  # noqa: E402
     train_tokenizer,
 )
 
-Trained = tuple[Tokenizer, float]  # and the seconds it took
+Trained = tuple[Tokenizer, float]  # with the seconds of training
 
 
 def train_with_rustbpe(texts: list[str], vocab_size: int) -> Trained:
@@ -61,18 +61,21 @@ def train_with_tokenizers(texts: list[str], vocab_size: int) -> Trained:
     )
     hub.train_from_iterator(texts, trainer, length=len(texts))
     seconds = time.perf_counter() - start
-    byte_of = {sign: byte for byte, sign in byte_level_signs().items()}
-    ranks = {bytes(byte_of[sign] for sign in token): rank for token, rank in hub.get_vocab().items()}
+    byte_of = {char: byte for byte, char in byte_level_alphabet().items()}
+    ranks = {bytes(byte_of[char] for char in token): rank for token, rank in hub.get_vocab().items()}
     return Tokenizer("tokenizers", PATTERN, ranks, after_ranks(len(ranks))), seconds
 
 
 def without_possessives(pattern: str) -> str:
-    """The same matches (what follows each possessive cannot match what it holds), in Oniguruma's grammar."""
+    """The pattern for Oniguruma, without possessive quantifiers.
+
+    The matches are the same: what follows each of them cannot match what it consumed.
+    """
     return pattern.replace("?+", "?").replace("++", "+")
 
 
-def byte_level_signs() -> dict[int, str]:
-    """The printable sign that GPT-2's byte-level alphabet, used by Hugging Face, writes for each byte."""
+def byte_level_alphabet() -> dict[int, str]:
+    """The printable character for each byte in GPT-2's byte-level alphabet, which Hugging Face uses."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -112,7 +115,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         held_out, texts = texts[::20], [text for i, text in enumerate(texts) if i % 20]
         size -= sum(len(text.encode("utf-8", "replace")) for text in held_out)
     if not texts or not held_out:
-        raise UserError("There are too few documents to train on and hold some out: give more text.")
+        raise UserError("Too few documents to train on and hold some out: name more files or raise --mb.")
 
     trained: dict[str, Tokenizer] = {}
     seconds = dict.fromkeys(TRAINERS, float("inf"))
@@ -155,14 +158,14 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path, help='jsonl files of {"text": ...}, plain or .xz')
     parser.add_argument("--mb", type=float, default=100, help="million bytes of text to train on")
     parser.add_argument(
-        "--vocab", type=int, default=32768, help="vocabulary, the nine special tokens included"
+        "--vocab", type=int, default=32768, help="vocabulary size, with the nine special tokens"
     )
     parser.add_argument(
         "--held-out", type=Path, help="jsonl to measure compression on (default: every 20th document)"
     )
     parser.add_argument("--held-out-mb", type=float, default=10)
-    parser.add_argument("--repeats", type=int, default=1, help="keep the best time of so many rounds")
-    parser.add_argument("--save", type=Path, help="keep the result in this file")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds; the fastest counts")
+    parser.add_argument("--save", type=Path, help="write the result to this file")
     arguments = parser.parse_args()
     if arguments.vocab < MIN_VOCAB or arguments.repeats < 1:
         parser.error(f"--vocab must be at least {MIN_VOCAB} and --repeats at least 1")
