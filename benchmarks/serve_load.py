@@ -1,17 +1,17 @@
-"""The server under load, and what it costs over the bare engine: `python benchmarks/serve_load.py [--model RUN]`.
+"""The server under load, and its overhead over the bare engine: `python benchmarks/serve_load.py [--model RUN]`.
 
 Two measurements on one model, in one run:
 
-1. Throughput with 1, 8 and 64 clients that each ask again as soon as they have their answer: the engine alone in
-   this process, without anybody watching its tokens, and the server, each client reading a stream, by turns,
-   three times. The share is the median of the three, since whatever else runs meets one turn or the other.
-2. Abuse, for a minute: 64 streams at a time, a third of them left midway; beside them broken bodies, bodies of ten
-   megabytes, conversations of 2,000 messages, readers that take a byte a second, requests made up from the
-   OpenAPI schema (by schemathesis, where it is installed), and somebody who asks /health four times a second.
-   Nothing may fail but what is wrong, no slot may be lost, and memory must not grow.
+1. Throughput with 1, 8 and 64 clients, each of which sends its next request as soon as a response is complete: of the
+   engine alone in this process, without streaming, and of the server, each client reading a stream. The two alternate,
+   three times; the share is the median of the three, so that a disturbance affects one pair only.
+2. A minute of abuse: 64 concurrent streams, a third of them abandoned midway; besides, malformed bodies, bodies of ten
+   megabytes, conversations of 2,000 messages, clients that read one byte per second, random requests from the OpenAPI
+   schema (by schemathesis, where it is installed), and /health polled four times a second. Only invalid requests
+   may fail, no slot may leak, and memory must not grow.
 
-Prints a table, and one JSON line last; --save keeps it. The clients need a core of their own: where the
-machine has few, they and the server slow each other down, and the share is a lower bound.
+Prints a table and, last, one JSON line; --save writes it to a file. The clients need a core of their own: on a machine
+with few, they and the server slow each other down, and the share is a lower bound.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from nanorun.runs import default_chat_run
 
 SAMPLING = Sampling(temperature=0.8, top_k=50)
 SLOW_READERS = 4
-LEAVE_AFTER = 3  # chunks
-BROKEN = (
+ABANDON_AFTER = 3  # chunks
+MALFORMED = (
     b"",
     b"{",
     b"null",
@@ -58,8 +58,8 @@ def prompt(number: int) -> str:
     return f"{number}: Once upon a time there was"
 
 
-def bare(speaker: Speaker, clients: int, seconds: float, tokens: int) -> float:
-    """Tokens a second of the engine alone."""
+def engine_throughput(speaker: Speaker, clients: int, seconds: float, tokens: int) -> float:
+    """Tokens per second of the engine alone."""
     tokenizer, numbers, written = speaker.tokenizer, itertools.count(), Counter[str]()
     stop_ids = list(tokenizer.special.values())
     end = time.perf_counter() + seconds
@@ -79,13 +79,13 @@ def bare(speaker: Speaker, clients: int, seconds: float, tokens: int) -> float:
     return written["tokens"] / (time.perf_counter() - begun)
 
 
-def served(port: int, clients: int, seconds: float, tokens: int) -> float:
-    """Tokens a second through the server.
+def server_throughput(port: int, clients: int, seconds: float, tokens: int) -> float:
+    """Tokens per second through the server.
 
-    The clients share the machine with what they measure, so they do nothing but read: one thread, a connection
-    each that is kept, as OpenAI's client keeps it. What they were sent is looked at when the clock has stopped.
+    The clients share the machine with the server that they measure, so they only read: one thread, and one persistent
+    connection each, as OpenAI's client uses. Responses are parsed after the measurement.
     """
-    numbers, answers = itertools.count(), list[bytes]()
+    numbers, responses = itertools.count(), list[bytes]()
     begun = time.perf_counter()
     with selectors.DefaultSelector() as selector:
         for _ in range(clients):
@@ -94,12 +94,12 @@ def served(port: int, clients: int, seconds: float, tokens: int) -> float:
             selector.register(connection, selectors.EVENT_READ, list[bytes]())
         while selector.get_map():
             for key, _ in selector.select():
+                assert isinstance(key.fileobj, socket.socket)
                 connection, parts = key.fileobj, key.data
-                assert isinstance(connection, socket.socket)
                 parts.append(connection.recv(65536))
                 if parts[-1] and not b"".join(parts[-2:]).endswith(b"\r\n0\r\n\r\n"):
                     continue
-                answers.append(b"".join(parts))
+                responses.append(b"".join(parts))
                 parts.clear()
                 if time.perf_counter() < begun + seconds:
                     connection.sendall(stream_request(next(numbers), tokens))
@@ -107,36 +107,36 @@ def served(port: int, clients: int, seconds: float, tokens: int) -> float:
                     selector.unregister(connection)
                     connection.close()
     seconds = time.perf_counter() - begun
-    return sum(map(tokens_of, answers)) / seconds
+    return sum(map(count_tokens, responses)) / seconds
 
 
 def stream_request(number: int, tokens: int, more: str = "") -> bytes:
-    asked = {"prompt": prompt(number), "max_tokens": tokens, "stream": True}
-    asked |= {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k}
-    body = json.dumps({**asked, "stream_options": {"include_usage": True}})
+    request = {"prompt": prompt(number), "max_tokens": tokens, "stream": True}
+    request |= {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k}
+    body = json.dumps({**request, "stream_options": {"include_usage": True}})
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}{more}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
-def tokens_of(answer: bytes) -> int:
-    """Of a whole answer, as it was sent. Each but a last one that stops it and a piece of a character is text."""
-    *chunks, last, done = re.findall(rb"data: (.*)\n", answer)
+def count_tokens(response: bytes) -> int:
+    """Tokens of a complete response, each at least a byte of text but for a stop token and an incomplete character."""
+    *chunks, last, done = re.findall(rb"data: (.*)\n", response)
     text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
     tokens: int = json.loads(last)["usage"]["completion_tokens"]
-    assert done == b"[DONE]", answer
-    assert len(text.encode()) >= tokens - 4, answer
+    assert done == b"[DONE]", response
+    assert len(text.encode()) >= tokens - 4, response
     return tokens
 
 
-class Load:
-    """Clients of the minute of abuse."""
+class AbusiveClients:
+    """The clients of the minute of abuse."""
 
     def __init__(self, port: int, tokens: int) -> None:
         self.port, self.tokens = port, tokens
         self.numbers, self.seen = itertools.count(), Counter[str]()
         self.first: list[float] = []
 
-    async def ask(self, leave_after: int | None = None) -> None:
+    async def stream(self, abandon_after: int | None = None) -> None:
         begun = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
@@ -148,7 +148,7 @@ class Load:
                 if chunks and not before:
                     self.first.append(time.perf_counter() - begun)
                 data = (data + part)[-2048:]
-                if leave_after is not None and chunks >= leave_after:
+                if abandon_after is not None and chunks >= abandon_after:
                     self.seen["left"] += 1
                     return
             written = re.search(rb'"completion_tokens":(\d+)', data)
@@ -160,7 +160,7 @@ class Load:
             writer.close()
 
     async def post(self, path: str, body: bytes) -> None:
-        """Sends it and counts what came back, by kind: `200`, `400`."""
+        """Send a request and count the response by its status."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -170,12 +170,14 @@ class Load:
                 pass
             self.seen[f"nuisance {status}"] += 1
         except (OSError, IndexError):
-            self.seen["nuisance hung up on"] += 1  # as a server may on a body that is too long
+            self.seen["nuisance hung up on"] += (
+                1  # a server may close the connection on a body that is too long
+            )
         finally:
             writer.close()
 
     async def read_slowly(self, until: float) -> None:
-        """A stream of which a byte a second is taken."""
+        """Read one byte per second of a stream."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
         writer.write(stream_request(next(self.numbers), self.tokens))
         while time.perf_counter() < until and await reader.read(1):
@@ -183,31 +185,31 @@ class Load:
         self.seen["read slowly"] += 1
         writer.close()
 
-    async def annoy(self, until: float) -> None:
-        """Four times a second something that no good client sends."""
-        turns = [{"role": ("user", "assistant")[at % 2], "content": f"number {at}"} for at in range(2001)]
-        talk = json.dumps({"messages": turns, "truncation": "auto", "max_tokens": 4}).encode()
-        for turn in itertools.count():
+    async def send_bad_requests(self, until: float) -> None:
+        """Four times a second, a request that no good client sends."""
+        messages = [{"role": ("user", "assistant")[at % 2], "content": f"number {at}"} for at in range(2001)]
+        conversation = json.dumps({"messages": messages, "truncation": "auto", "max_tokens": 4}).encode()
+        for number in itertools.count():
             if time.perf_counter() >= until:
                 return
-            path = ("/v1/chat/completions", "/v1/completions")[turn % 2]
-            body = BROKEN[turn // 2 % len(BROKEN)]
-            if turn % 8 == 0:
-                path, body = "/v1/chat/completions", talk
-            elif turn % 8 == 5:
+            path = ("/v1/chat/completions", "/v1/completions")[number % 2]
+            body = MALFORMED[number // 2 % len(MALFORMED)]
+            if number % 8 == 0:
+                path, body = "/v1/chat/completions", conversation
+            elif number % 8 == 5:
                 body = b'{"prompt": "' + b"x" * 10_000_000 + b'"}'
             await self.post(path, body)
             await asyncio.sleep(0.25)
 
-    async def clients(self, count: int, seconds: float, leaving: bool = False) -> float:
-        """Tokens a second, of answers that were read to the end."""
+    async def run(self, count: int, seconds: float) -> float:
+        """`count` concurrent clients that abandon every third stream; tokens per second of complete responses."""
         end = time.perf_counter() + seconds
 
         async def client(number: int) -> None:
-            for turn in itertools.count(number):
+            for request in itertools.count(number):
                 if time.perf_counter() >= end:
                     return
-                await self.ask(LEAVE_AFTER if leaving and turn % 3 == 0 else None)
+                await self.stream(ABANDON_AFTER if request % 3 == 0 else None)
 
         before, begun = self.seen["tokens"], time.perf_counter()
         await asyncio.gather(*(client(number) for number in range(count)))
@@ -225,30 +227,27 @@ class Load:
         return float(found[1]) if found else -1.0
 
 
-def _made_up_requests(port: int, seconds: float) -> "_Run | None":
+async def fuzz(port: int, seconds: float) -> int | None:
+    """The exit code of schemathesis, which sends random requests from the schema; None where it is not installed."""
     program = shutil.which("st", path=str(Path(sys.executable).parent))
     if program is None:
         return None
     command = [program, "run", f"http://127.0.0.1:{port}/openapi.json", "--checks", "not_a_server_error"]
-    return _Run([*command, "--phases", "fuzzing", "--max-time", str(int(seconds)), "--no-color"])
+    command += ["--phases", "fuzzing", "--max-time", str(int(seconds)), "--no-color"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=tempfile.gettempdir(),  # it creates a folder
+    )
+    output, _ = await process.communicate()
+    if process.returncode:
+        print(output.decode(errors="replace")[-3000:], file=sys.stderr)
+    return process.returncode
 
 
-class _Run:
-    def __init__(self, command: list[str]) -> None:
-        folder = tempfile.gettempdir()  # it leaves a folder of its own
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
-        )
-
-    async def wait(self) -> int:
-        said, _ = await asyncio.to_thread(self._process.communicate)
-        if self._process.returncode:
-            print(said[-3000:], file=sys.stderr)
-        return self._process.returncode
-
-
-async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
-    """A minute of it: what became of the requests, of /health, of memory and of the slots."""
+async def abuse(load: AbusiveClients, clients: int, seconds: float) -> dict[str, Any]:
+    """Run the abusive clients; returns outcomes of requests, latency of /health, memory growth and leaked slots."""
     healthy, memory, done = list[float](), list[float](), asyncio.Event()
 
     async def watch() -> None:
@@ -265,12 +264,12 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
     load.seen.clear()
     load.first.clear()
     until = time.perf_counter() + seconds
-    others = [watch(), load.annoy(until), *(load.read_slowly(until) for _ in range(SLOW_READERS))]
+    others = [watch(), load.send_bad_requests(until), *(load.read_slowly(until) for _ in range(SLOW_READERS))]
     tasks = [asyncio.create_task(other) for other in others]
-    made_up = _made_up_requests(load.port, seconds)
-    rate = await load.clients(clients, seconds, leaving=True)
-    if made_up is not None:
-        load.seen[f"schemathesis ended with {await made_up.wait()}"] += 1
+    fuzzing = asyncio.create_task(fuzz(load.port, seconds))
+    rate = await load.run(clients, seconds)
+    if (code := await fuzzing) is not None:
+        load.seen[f"schemathesis ended with {code}"] += 1
     done.set()
     await asyncio.gather(*tasks)
     for _ in range(200):
@@ -278,7 +277,7 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
         if not busy:
             break
         await asyncio.sleep(0.05)
-    quarter = memory[len(memory) // 4]  # by then everything has been used once
+    quarter = memory[len(memory) // 4]  # by then, lazily allocated memory is in use
     return {
         "clients": clients,
         "seconds": seconds,
@@ -291,10 +290,10 @@ async def abuse(load: Load, clients: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _row(clients: int, turns: list[tuple[float, float]]) -> dict[str, Any]:
-    """Of turns of the engine and the server."""
-    shares = [server / engine for engine, server in turns]
-    engine, server = (round(median(rates), 1) for rates in zip(*turns, strict=True))
+def throughput_row(clients: int, rounds: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians over rounds of (engine, server) throughput."""
+    shares = [server / engine for engine, server in rounds]
+    engine, server = (round(median(rates), 1) for rates in zip(*rounds, strict=True))
     share, all_shares = round(median(shares), 3), [round(share, 3) for share in shares]
     return {"clients": clients, "engine": engine, "server": server, "share": share, "shares": all_shares}
 
@@ -303,11 +302,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="a run (default: the newest chat model, else base model)")
     parser.add_argument("--clients", default="1,8,64")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer at most")
+    parser.add_argument("--tokens", type=int, default=128, help="of a response, at most")
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each throughput")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
-    parser.add_argument("--abuse", type=float, default=60.0, help="seconds of it")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each")
+    parser.add_argument("--abuse", type=float, default=60.0, help="seconds of abuse")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     name, counts = args.model or default_chat_run(), [int(count) for count in args.clients.split(",")]
@@ -322,18 +321,18 @@ def main() -> None:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
-            load = Load(port, args.tokens)
-            bare(speaker, max(counts), 2.0, args.tokens)  # graphs, caches
-            served(port, max(counts), 2.0, args.tokens)
+            load = AbusiveClients(port, args.tokens)
+            engine_throughput(speaker, max(counts), 2.0, args.tokens)  # warm up graphs and caches
+            server_throughput(port, max(counts), 2.0, args.tokens)
             for count in counts:
-                turns = [
+                rounds = [
                     (
-                        bare(speaker, count, args.seconds, args.tokens),
-                        served(port, count, args.seconds, args.tokens),
+                        engine_throughput(speaker, count, args.seconds, args.tokens),
+                        server_throughput(port, count, args.seconds, args.tokens),
                     )
                     for _ in range(args.rounds)
                 ]
-                rows.append(_row(count, turns))
+                rows.append(throughput_row(count, rounds))
             abused = asyncio.run(abuse(load, max(counts), args.abuse)) if args.abuse else None
         finally:
             server.send_signal(signal.SIGTERM)

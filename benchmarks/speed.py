@@ -1,19 +1,19 @@
-"""Everything about training speed in one lease of a GPU: are the kernels right, what does each lever give, where
-does the time go, how fast are the larger models.
+"""Training speed on one GPU: correctness of the kernels, throughput with each optimization switched off, time by
+part of the step, and throughput of larger models.
 
     python benchmarks/speed.py WORK --minutes 18 [--parts check,rates,warm,levers,budget,depths,start] [--steps 8]
 
 WORK is a NANORUN_HOME with text and tokenizer (--data, --tokenizer). Parts run in this order, each measurement
-in a process of its own, which may fail or hang: it is reported and the next one begins. Variants start several at a
-time, since that needs cores and not the GPU, and wait; only then is one after the other timed. Results are written
-as they come, to WORK/results/levers-d12-GPU.json and budget-d12-GPU.json; tables for people go to stdout,
-one JSON line last. `--predict FILE` measures nothing and writes what the budget should be.
+in its own process; one that fails or hangs is reported and the next one begins. Several variants start concurrently,
+since startup needs cores and not the GPU, and wait; then they are timed one by one. Results are written as they
+arrive, to WORK/results/levers-d12-GPU.json and budget-d12-GPU.json; tables go to stdout, and one JSON line last.
+`--predict FILE` measures nothing and writes the predicted budget.
 
     check    the GPU tests of every kernel                                          about  90 s
-    rates    matmuls of a d12 in bf16 and fp8, both passes; bytes/s of the kernels  about  15 s
-    warm     every variant once, so that what follows finds it compiled             a few minutes, not timed
-    levers   all on, then each off (and some instead), a few steps each             about  15 s each
-    budget   nanoseconds a token by part, predicted and profiled, all on and bf16   with the levers
+    rates    GEMMs of a d12 in bf16 and FP8, both passes; bytes/s of the kernels    about  15 s
+    warm     every variant once, to fill the compile caches                         a few minutes, not timed
+    levers   all optimizations, then each one off, a few steps each                 about  15 s each
+    budget   nanoseconds per token by part, predicted and profiled, all on and bf16 with the levers
     depths   d20 and d24, all on                                                    about  30 s each
     start    as `nanorun bench train`, all on: cold and warm seconds to the first step   about 120 s
 """
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 PARTS = ("check", "rates", "warm", "levers", "budget", "depths", "start")
 ALL_ON: dict[str, Any] = {"fp8": "all", "sparse_tables": True}
-# What each variant changes against all on; `options` are how to run, the rest is of the model.
+# What each variant changes relative to "all on"; `options` are options of the run.
 LEVERS: dict[str, dict[str, Any]] = {
     "all on": {},
     "all off but FlashAttention": {
@@ -64,7 +64,7 @@ DEPTHS = (20, 24)
 PROFILED = ("all on", "fp8 none (bf16)")
 
 
-class Bench:
+class SpeedBenchmark:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.until = time.monotonic() + 60 * args.minutes
@@ -74,28 +74,29 @@ class Bench:
         self.found: dict[str, Any] = {"what": "levers", "depth": args.depth, "rows": [], "failed": {}}
         self.budgets: dict[str, Any] = {}
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return self.until - time.monotonic()
 
-    def keep(self, **found: Any) -> None:
+    def write(self, **found: Any) -> None:
         self.found |= found
         self.path.write_text(json.dumps(self.found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def child(self, ask: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """One measurement elsewhere; None, and the reason kept, when it fails."""
-        return self.result_of(Child(self, ask), seconds)
+    def run(self, task: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """One measurement in its own process; None, with the error recorded, if it fails."""
+        return self.result_of(Child(self, task), seconds)
 
     def result_of(self, child: "Child", seconds: float) -> dict[str, Any] | None:
         try:
-            return child.go(min(seconds, max(self.left(), 1)))
+            return child.result(min(seconds, max(self.seconds_left(), 1)))
         except RuntimeError as error:
-            return self.failed(child.name, str(error))
+            self.record_failure(child.name, str(error))
+            return None
 
-    def failed(self, name: str, why: str) -> None:
-        print(f"{name}: FAILED, {why}", flush=True)
-        self.keep(failed={**self.found["failed"], name: why})
+    def record_failure(self, name: str, error: str) -> None:
+        print(f"{name}: FAILED, {error}", flush=True)
+        self.write(failed={**self.found["failed"], name: error})
 
-    def ask(self, do: str, name: str, changes: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def task(self, do: str, name: str, changes: dict[str, Any], **more: Any) -> dict[str, Any]:
         args = self.args
         fields = ("data", "tokenizer", "depth", "steps", "batch_tokens")
         common = {key: getattr(args, key) for key in fields}
@@ -110,20 +111,20 @@ class Bench:
         begin = time.monotonic()
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-            said, code = done.stdout, done.returncode
+            output, code = done.stdout, done.returncode
         except subprocess.TimeoutExpired as error:
-            said, code = str(error.stdout), -1
-        (self.folder / "check.log").write_text(said)
-        took = round(time.monotonic() - begin, 1)
-        summary = said.strip().splitlines()[-1] if said.strip() else "nothing said"
-        print(f"check: exit code {code} after {took} s: {summary}", flush=True)
-        self.keep(check={"code": code, "seconds": took, "summary": summary})
+            output, code = str(error.stdout), -1
+        (self.folder / "check.log").write_text(output)
+        seconds = round(time.monotonic() - begin, 1)
+        summary = output.strip().splitlines()[-1] if output.strip() else "no output"
+        print(f"check: exit code {code} after {seconds} s: {summary}", flush=True)
+        self.write(check={"code": code, "seconds": seconds, "summary": summary})
 
     def rates(self) -> None:
-        found = self.child({"do": "rates"}, 90)
+        found = self.run({"do": "rates"}, 90)
         if found is not None:
-            self.keep(rates=found)
-            print("\nmatmul TFLOP/s (32,768 tokens)")
+            self.write(rates=found)
+            print("\nGEMM TFLOP/s (32,768 tokens)")
             for row in found["matmuls"]:
                 print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
             print("kernels")
@@ -132,51 +133,50 @@ class Bench:
 
     def warm(self) -> None:
         """Fills the compile caches with every variant; nothing is timed."""
-        asks = [self.ask("warm", name, LEVERS[name]) for name in self.wanted()]
-        asks += [{**self.ask("warm", f"d{depth} all on", {}), "depth": depth} for depth in DEPTHS]
+        tasks = [self.task("warm", name, LEVERS[name]) for name in self.selected_levers()]
+        tasks += [{**self.task("warm", f"d{depth} all on", {}), "depth": depth} for depth in DEPTHS]
         with ThreadPoolExecutor(self.args.together) as pool:
-            list(pool.map(lambda ask: self.child(ask, 400), asks))
+            list(pool.map(lambda task: self.run(task, 400), tasks))
 
-    def wanted(self) -> list[str]:
+    def selected_levers(self) -> list[str]:
         return self.args.levers.split(";") if self.args.levers else list(LEVERS)
 
     def levers(self) -> None:
-        wanted = self.wanted()
-        profiled = [name for name in wanted if name in PROFILED and "budget" in self.args.chosen]
-        asks = [self.ask("timed", name, LEVERS[name], profile=name in profiled) for name in wanted]
-        for first in range(0, len(asks), self.args.together):
-            self.lot(asks[first : first + self.args.together], "rows")
+        names = self.selected_levers()
+        profiled = [name for name in names if name in PROFILED and "budget" in self.args.chosen]
+        tasks = [self.task("timed", name, LEVERS[name], profile=name in profiled) for name in names]
+        for first in range(0, len(tasks), self.args.together):
+            self.time_variants(tasks[first : first + self.args.together], "rows")
 
     def depths(self) -> None:
-        self.lot(
-            [{**self.ask("timed", f"d{d} all on", {}), "depth": d, "steps": 4} for d in DEPTHS], "depths"
-        )
+        tasks = [{**self.task("timed", f"d{d} all on", {}), "depth": d, "steps": 4} for d in DEPTHS]
+        self.time_variants(tasks, "depths")
 
-    def lot(self, asks: list[dict[str, Any]], into: str) -> None:
-        """Some variants: all start together, since starting needs cores and not the GPU, and wait; then each is timed
-        while the others do nothing."""
-        if self.left() < 60:
-            for ask in asks:
-                self.failed(f"timed {ask['name']}", "no time left")
+    def time_variants(self, tasks: list[dict[str, Any]], into: str) -> None:
+        """Start all variants concurrently, since startup needs cores and not the GPU; then time them one by one
+        while the others wait."""
+        if self.seconds_left() < 60:
+            for task in tasks:
+                self.record_failure(f"timed {task['name']}", "no time left")
             return
         begin = time.monotonic()
-        children = [Child(self, ask) for ask in asks]
-        until = begin + min(300, self.left())
+        children = [Child(self, task) for task in tasks]
+        until = begin + min(300, self.seconds_left())
         for child in children:
             child.wait_until_ready(until - time.monotonic())
-        print(f"{len(asks)} variants ready after {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"{len(tasks)} variants ready after {time.monotonic() - begin:.0f} s", flush=True)
         for child in children:
             row = self.result_of(child, 60)
             if row is None:
                 continue
-            name = child.ask["name"]
+            name = child.task["name"]
             budget = row.pop("budget", None)
             if budget is not None:
                 self.budgets[name] = budget
                 path = self.folder / f"budget-d{self.args.depth}-{self.args.gpu}.json"
                 write_budget(path, self.budgets, self.args)
-                show_budget(name, budget)
-            self.keep(**{into: [*self.found.get(into, []), {"name": name, **row}]})
+                print_budget(name, budget)
+            self.write(**{into: [*self.found.get(into, []), {"name": name, **row}]})
             print(
                 f"{name:<28} {row['tokens_per_s']:>9,} tokens/s  {row['peak_gib']:.1f} GiB  "
                 f"loss {row['loss']:.3f}  first step {row['first_step_s']} s  {row['graphs']} graphs",
@@ -184,7 +184,7 @@ class Bench:
             )
 
     def start(self) -> None:
-        result = self.child(self.ask("start", "", {}, steps=16), 300)
+        result = self.run(self.task("start", "", {}, steps=16), 300)
         if result is not None:
             path = self.folder / f"train-d{self.args.depth}-{self.args.gpu}.json"
             path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -196,13 +196,13 @@ class Bench:
 
 
 class Child:
-    """A measurement in a process of its own. A timed one says when it is ready, and waits to be told to go."""
+    """A measurement in its own process. A timed one reports when it is ready and waits for the signal to start."""
 
-    def __init__(self, bench: Bench, ask: dict[str, Any]) -> None:
-        self.ask = ask
-        self.name = f"{ask['do']} {ask.get('name', '')}".strip()
+    def __init__(self, bench: SpeedBenchmark, task: dict[str, Any]) -> None:
+        self.task = task
+        self.name = f"{task['do']} {task.get('name', '')}".strip()
         env = {**os.environ, "NANORUN_HOME": str(bench.args.work), "PYTHONUNBUFFERED": "1"}
-        if ask.get("changes", {}).get("without_flash"):
+        if task.get("changes", {}).get("without_flash"):
             env["NANORUN_WITHOUT_FLASH"] = "1"
         self.log = bench.folder / f"{self.name.replace(' ', '-').replace(',', '')}.log"
         with self.log.open("w") as errors:
@@ -215,50 +215,50 @@ class Child:
                 env=env,
                 cwd=ROOT,
             )
-        self.said: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        self._tell(json.dumps(ask))
+        self.output: queue.Queue[str | None] = queue.Queue()  # None: the end
+        threading.Thread(target=self._read_output, daemon=True).start()
+        self._send(json.dumps(task))
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Or until it has failed, which `go` finds out."""
+        """Or until it has failed, which `result` reports."""
         try:
-            line = self.said.get(timeout=max(seconds, 1))
+            line = self.output.get(timeout=max(seconds, 1))
         except queue.Empty:
             self.process.kill()
             line = None
         if line is None:
-            self.said.put(None)
+            self.output.put(None)
 
-    def go(self, seconds: float) -> dict[str, Any]:
-        self._tell("go")
+    def result(self, seconds: float) -> dict[str, Any]:
+        self._send("go")
         last = ""
         try:
-            while (line := self.said.get(timeout=seconds)) is not None:
+            while (line := self.output.get(timeout=seconds)) is not None:
                 last = line
         except queue.Empty:
             self.process.kill()
-            raise RuntimeError(f"not done after {seconds:.0f} s") from None
+            raise RuntimeError(f"timed out after {seconds:.0f} s") from None
         if self.process.wait() or not last.startswith("{"):
             lines = [line for line in self.log.read_text().splitlines() if line.strip()]
             raise RuntimeError(lines[-1][:300] if lines else f"exit code {self.process.returncode}")
         found: dict[str, Any] = json.loads(last)
         return found
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, and `go` says how
+        with suppress(BrokenPipeError):  # it has exited, and `result` says how
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
 
-    def _listen(self) -> None:
+    def _read_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.put(line.strip())
-        self.said.put(None)
+            self.output.put(line.strip())
+        self.output.put(None)
 
 
-def predicted(args: argparse.Namespace) -> dict[str, Any]:
-    """The budgets of the profiled variants, with nothing measured."""
+def predicted_budgets(args: argparse.Namespace) -> dict[str, Any]:
+    """The budgets of the profiled variants, without measurements."""
     from nanorun.bench import budget
     from nanorun.config import scale_model
 
@@ -276,45 +276,45 @@ def write_budget(path: Path, budgets: dict[str, Any], args: argparse.Namespace) 
     write_result(record("budget", depth=args.depth, step_tokens=args.batch_tokens, variants=budgets), path)
 
 
-def show_budget(name: str, budget: dict[str, Any]) -> None:
-    print(f"\nns a token, {name}: predicted, measured")
+def print_budget(name: str, budget: dict[str, Any]) -> None:
+    print(f"\nns/token, {name}: predicted, measured")
     for part, row in budget["parts"].items():
         print(f"  {part:<28} {row['predicted'] or 0:>8.1f} {row['measured'] or 0:>8.1f}")
     sums = [sum(row[k] or 0 for row in budget["parts"].values()) for k in ("predicted", "measured")]
     print(f"  {'sum':<28} {sums[0]:>8.1f} {sums[1]:>8.1f}\n", flush=True)
 
 
-# In the processes that measure
+# In the measuring processes
 
 
-def configured(ask: dict[str, Any]) -> tuple[Any, Any]:
+def configured(task: dict[str, Any]) -> tuple[Any, Any]:
     from nanorun.config import Horizon
     from nanorun.model.kernels import flash
     from nanorun.train import base
 
     if os.environ.get("NANORUN_WITHOUT_FLASH"):
         flash.works = lambda device, head_dim: False  # type: ignore[assignment]
-    changes = {k: v for k, v in ask["changes"].items() if k not in ("options", "without_flash")}
+    changes = {k: v for k, v in task["changes"].items() if k not in ("options", "without_flash")}
     config = base.configure(
-        ask["depth"],
+        task["depth"],
         horizon=Horizon(),
-        batch_tokens=ask["batch_tokens"],
-        data=ask["data"],
-        tokenizer=ask["tokenizer"],
+        batch_tokens=task["batch_tokens"],
+        data=task["data"],
+        tokenizer=task["tokenizer"],
         model_changes=changes,
     )
-    return config, base.Options(**ask["changes"].get("options", {}))
+    return config, base.Options(**task["changes"].get("options", {}))
 
 
-def start(ask: dict[str, Any]) -> dict[str, Any]:
+def start(task: dict[str, Any]) -> dict[str, Any]:
     from nanorun.bench.train import bench_train
 
-    config, options = configured(ask)
-    return bench_train(config, options, ask["steps"])
+    config, options = configured(task)
+    return bench_train(config, options, task["steps"])
 
 
-def timed(ask: dict[str, Any]) -> dict[str, Any]:
-    """One variant: steps, and for `warm` the first one alone."""
+def timed(task: dict[str, Any]) -> dict[str, Any]:
+    """Time the steps of one variant; for `warm`, only the first."""
     import statistics
     import tempfile
 
@@ -325,18 +325,18 @@ def timed(ask: dict[str, Any]) -> dict[str, Any]:
     from nanorun.train import base, loop
 
     begin = time.perf_counter()
-    config, options = configured(ask)
+    config, options = configured(task)
     with tempfile.TemporaryDirectory() as folder:
         t = base.assemble(config, Run("bench", Path(folder), {}, None), options, None)
         with t.loader:
             loop.train_step(t)
             first = time.perf_counter() - begin
-            if ask["do"] == "warm":
+            if task["do"] == "warm":
                 return {"first_step_s": round(first, 1)}
             print("ready", flush=True)
             if not sys.stdin.readline():
-                sys.exit("nobody waits for this any more")
-            steps = [loop.train_step(t) for _ in range(3 + ask["steps"])][3:]
+                sys.exit("the parent process has exited")
+            steps = [loop.train_step(t) for _ in range(3 + task["steps"])][3:]
             graphs = counters["stats"]["unique_graphs"]
             speed = steps[0].tokens / statistics.median(s.seconds for s in steps)
             row = {
@@ -349,9 +349,9 @@ def timed(ask: dict[str, Any]) -> dict[str, Any]:
                 "device_batch": t.loader.rows,
                 "attention": sorted({layer.attention.backend for layer in t.model.layers()}),
                 "graphs": graphs,
-                "changes": ask["changes"],
+                "changes": task["changes"],
             }
-            if ask.get("profile"):
+            if task.get("profile"):
                 try:
                     row["budget"] = budget_of(t)
                 except Exception:  # the speed is worth keeping without it
@@ -372,10 +372,10 @@ def budget_of(t: Any) -> dict[str, Any]:
     return {"parts": parts, "kernels": measured["kernels"]}
 
 
-def rates(ask: dict[str, Any]) -> dict[str, Any]:
-    from rates import measured_rates  # benchmarks/rates.py, which lies beside this script
+def rates(task: dict[str, Any]) -> dict[str, Any]:
+    from rates import measure_rates
 
-    return measured_rates()
+    return measure_rates()
 
 
 def main() -> None:
@@ -383,9 +383,9 @@ def main() -> None:
 
     keep_bytecode()
     if "--child" in sys.argv:
-        ask = json.loads(sys.stdin.readline())
-        measure = {"rates": rates, "start": start}.get(ask["do"], timed)
-        print(json.dumps(measure(ask)), flush=True)
+        task = json.loads(sys.stdin.readline())
+        measure = {"rates": rates, "start": start}.get(task["do"], timed)
+        print(json.dumps(measure(task)), flush=True)
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -394,46 +394,48 @@ def main() -> None:
     parser.add_argument("--predict", type=Path, metavar="FILE")
     parser.add_argument("--minutes", type=float, default=18)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--levers", help="only these, by name, with semicolons")
+    parser.add_argument("--levers", help="only these variants, separated by semicolons")
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--batch-tokens", type=int, default=524_288)
-    parser.add_argument("--steps", type=int, default=8, help="timed, of each variant")
-    parser.add_argument("--fp8", default="all", help="what is meant by all on, should the loss ask for less")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each variant")
+    parser.add_argument("--fp8", default="all", help="FP8 setting of the variant 'all on'")
     parser.add_argument(
-        "--together", type=int, default=7, help="variants that start, and hold memory, at a time"
+        "--together", type=int, default=7, help="variants that start, and hold memory, concurrently"
     )
-    parser.add_argument("--gpu", default="h200", help="its name in the file's")
+    parser.add_argument("--gpu", default="h200", help="name of the GPU in the file names")
     parser.add_argument("--data", default="shared-shared-32768")
     parser.add_argument("--tokenizer", default="shared-32768")
     args = parser.parse_args()
     ALL_ON["fp8"] = args.fp8
     args.chosen = args.parts.split(",")
     if unknown := set(args.chosen) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))} (choose from {', '.join(PARTS)})")
 
     if args.predict:
-        budgets = predicted(args)
+        budgets = predicted_budgets(args)
         write_budget(args.predict, budgets, args)
         for name, budget in budgets.items():
-            show_budget(name, budget)
+            print_budget(name, budget)
         return
 
     if args.work is None or not args.work.is_dir():
-        parser.error("WORK must be a folder with text and tokenizer, as NANORUN_HOME is")
+        parser.error("WORK must be a NANORUN_HOME with text and tokenizer")
     args.work = args.work.resolve()
     from nanorun.provenance import record
 
-    bench = Bench(args)
-    bench.keep(**{k: v for k, v in record("levers").items() if v is not None})
+    bench = SpeedBenchmark(args)
+    bench.write(**{k: v for k, v in record("levers").items() if v is not None})
     for part in PARTS:
         if part in args.chosen and part != "budget":
             begin = time.monotonic()
             try:
                 getattr(bench, part)()
-            except Exception as error:  # a part that fails must not cost the others
+            except Exception as error:  # the other parts still run
                 traceback.print_exc()
-                bench.failed(part, repr(error)[:300])
-            print(f"-- {part}: {time.monotonic() - begin:.0f} s, {bench.left():.0f} s left", flush=True)
+                bench.record_failure(part, repr(error)[:300])
+            print(
+                f"-- {part}: {time.monotonic() - begin:.0f} s, {bench.seconds_left():.0f} s left", flush=True
+            )
     print(json.dumps({"results": str(bench.path), "failed": bench.found["failed"]}))
 
 
