@@ -1,10 +1,10 @@
-"""`nanorun doctor`: what this machine has and what is missing, in plain words, each with what to do."""
+"""`nanorun doctor`: what this machine has and what is missing, each with what to do about it."""
 
-import importlib.util
 import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Literal
 
 from nanorun import __version__, hardware, home
@@ -12,23 +12,29 @@ from nanorun.console import size
 from nanorun.tables import table
 
 Verdict = Literal["ok", "note", "missing"]
+PACKAGES = {
+    "torch": "trains the model",
+    "numpy": "holds tokens",
+    "pyarrow": "reads and writes parquet",
+    "tiktoken": "runs the tokenizer",
+    "rustbpe": "trains the tokenizer",
+    "rich": "draws progress bars",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
     what: str
-    verdict: Verdict  # "note" works with a drawback; "missing" stops something that nanorun does
+    verdict: Verdict  # "note" works with a drawback; "missing" disables something that nanorun does
     detail: str
     advice: str = ""
 
 
 def examine() -> list[Finding]:
     return [
-        _python(),
-        *_packages(),
-        _device(),
-        _bf16(),
-        _compiler(),
+        Finding("Python", "ok", f"nanorun {__version__}, Python {sys.version.split()[0]}"),
+        *(_package(name, use) for name, use in PACKAGES.items()),
+        *_device(),
         _memory(),
         _disk(),
         _home(),
@@ -43,96 +49,72 @@ def findings_table(findings: list[Finding]) -> str:
     return table(["", "what", "what was found"], rows)
 
 
-def _python() -> Finding:
-    return Finding("Python", "ok", f"nanorun {__version__}, Python {sys.version.split()[0]}")
+def _package(name: str, use: str) -> Finding:
+    try:
+        return Finding(name, "ok", f"{version(name)}, {use}")
+    except PackageNotFoundError:
+        return Finding(name, "missing", f"not installed; it {use}", f"pip install {name}")
 
 
-def _packages() -> list[Finding]:
-    findings = []
-    uses = {
-        "torch": "trains the model",
-        "numpy": "holds tokens",
-        "pyarrow": "reads and writes parquet",
-        "tiktoken": "runs the tokenizer",
-        "rustbpe": "trains the tokenizer",
-        "rich": "draws progress bars",
-    }
-    for package, use in uses.items():
-        try:
-            findings.append(Finding(package, "ok", f"{version(package)}, {use}"))
-        except PackageNotFoundError:
-            findings.append(Finding(package, "missing", f"not installed; it {use}", f"pip install {package}"))
-    return findings
-
-
-def _device() -> Finding:
-    found = hardware.detect()
-    many = f"{found.devices} × " if found.devices > 1 else ""
-    detail = f"{found.device}: {many}{found.name}, {size(found.memory_bytes)}"
-    if found.device == "cpu":
-        return Finding("device", "note", detail, "fine for the sample world; real models want a GPU")
-    return Finding("device", "ok", detail)
-
-
-def _bf16() -> Finding:
-    if hardware.detect().native_bf16:
-        return Finding("bf16", "ok", "in hardware")
-    return Finding("bf16", "note", "not in hardware, so training here uses fp32 (or fp16 on an older GPU)")
-
-
-def _compiler() -> Finding:
-    if importlib.util.find_spec("triton") is not None:
-        return Finding("Triton", "ok", "compiles kernels for the GPU")
-    verdict: Verdict = "missing" if hardware.detect().device == "cuda" else "note"
-    return Finding(
-        "Triton", verdict, "not installed; only GPU training needs it", "pip install triton on a GPU machine"
+def _device() -> list[Finding]:
+    machine = hardware.detect()
+    many = f"{machine.devices} × " if machine.devices > 1 else ""
+    detail = f"{machine.device}: {many}{machine.name}, {size(machine.memory_bytes)}"
+    is_cpu = machine.device == "cpu"
+    device = Finding(
+        "device",
+        "note" if is_cpu else "ok",
+        detail,
+        "sufficient for the sample world; real models need a GPU" if is_cpu else "",
     )
+    bf16 = Finding("bf16", "ok", "in hardware")
+    if not machine.native_bf16:
+        bf16 = Finding("bf16", "note", "not in hardware: training uses fp32 here (fp16 on an older GPU)")
+    triton = Finding("Triton", "ok", "compiles kernels for the GPU")
+    if find_spec("triton") is None:
+        triton = Finding(
+            "Triton",
+            "missing" if machine.device == "cuda" else "note",
+            "not installed; only GPU training needs it",
+            "pip install triton on a GPU machine",
+        )
+    return [device, bf16, triton]
 
 
 def _memory() -> Finding:
     cores, memory = hardware.usable_cores(), hardware.machine_memory()
     detail = f"{cores} cores, {size(memory)} of memory"
     if 0 < memory < 4e9:
-        return Finding("machine", "note", detail, "under 4 GB even the sample world may run short")
+        return Finding("machine", "note", detail, "under 4 GB even the sample world may run out of memory")
     return Finding("machine", "ok", detail)
 
 
 def _disk() -> Finding:
     free = hardware.free_disk(home.home())
-    if free < 5e9:
-        return Finding(
-            "disk", "note", f"{size(free)} free", "set NANORUN_HOME to a larger disk before real training"
-        )
-    return Finding("disk", "ok", f"{size(free)} free")
+    is_small = free < 5e9
+    advice = "set NANORUN_HOME to a larger disk before real training" if is_small else ""
+    return Finding("disk", "note" if is_small else "ok", f"{size(free)} free", advice)
 
 
 def _home() -> Finding:
     folder = home.home().resolve()
-    where = (
-        "NANORUN_HOME"
-        if os.environ.get("NANORUN_HOME")
-        else "the current folder; NANORUN_HOME chooses another"
-    )
-    there = folder
-    while not there.exists():
-        there = there.parent
+    is_set = bool(os.environ.get("NANORUN_HOME"))
+    source = "NANORUN_HOME" if is_set else "the current folder; NANORUN_HOME selects another"
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
     advice = "set NANORUN_HOME to a folder of yours"
-    if not there.is_dir():
-        return Finding("home", "missing", f"{folder} is no folder: {there} is a file", advice)
-    if not os.access(there, os.W_OK):
-        return Finding("home", "missing", f"{folder} cannot be written", advice)
-    if there != folder:
-        return Finding("home", "note", f"{folder} ({where}) does not exist yet", "the first verb creates it")
-    held = [f"{kind} {_count(kind)}" for kind in ("data", "tokenizers", "runs")]
-    return Finding("home", "ok", f"{folder} ({where}): {', '.join(held)}")
-
-
-def _count(kind: str) -> int:
-    folder = home.home() / kind
-    return (
-        sum(1 for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        if folder.is_dir()
-        else 0
+    if not existing.is_dir():
+        return Finding("home", "missing", f"{folder} is not a folder: {existing} is a file", advice)
+    if not os.access(existing, os.W_OK):
+        return Finding("home", "missing", f"{folder} is not writable", advice)
+    if existing != folder:
+        return Finding(
+            "home", "note", f"{folder} ({source}) does not exist yet", "the first command creates it"
+        )
+    counts = {kind: len(list((folder / kind).glob("[!.]*/"))) for kind in ("data", "tokenizers", "runs")}
+    return Finding(
+        "home", "ok", f"{folder} ({source}): {', '.join(f'{kind} {n}' for kind, n in counts.items())}"
     )
 
 
@@ -144,14 +126,12 @@ def _sandbox() -> Finding:
     except SandboxUnavailable as error:
         detail = f"{error.problem}; only running programs that a model writes needs it"
         return Finding("sandbox", "note", detail, error.advice)
-    return Finding(
-        "sandbox", "ok", "programs that a model writes run in it; it was attacked just now and held"
-    )
+    return Finding("sandbox", "ok", "isolates programs that a model writes; attack tests passed just now")
 
 
 def _serve() -> Finding:
-    if importlib.util.find_spec("fastapi") and importlib.util.find_spec("uvicorn"):
-        return Finding("serve extra", "ok", "fastapi and uvicorn are here")
+    if find_spec("fastapi") and find_spec("uvicorn"):
+        return Finding("serve extra", "ok", "fastapi and uvicorn are installed")
     return Finding(
         "serve extra", "note", "not installed; only the web server needs it", "pip install 'nanorun[serve]'"
     )

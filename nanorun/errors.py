@@ -1,15 +1,15 @@
-"""What goes wrong because of input, files or the state of things, and not because of a bug.
+"""Errors caused by input, files or the environment, as opposed to bugs.
 
-A `UserError` carries one clear sentence that says what to do. The command line prints it on stderr and
-exits with code 2; a program that imports nanorun catches it like any exception. Everything else that is
-raised is a bug and keeps its traceback.
+A `UserError` carries one clear sentence that says what to do. The command line prints it on stderr and exits with
+code 2; a program that imports nanorun catches it like any exception. Any other exception is a bug and keeps its
+traceback.
 """
 
 import json
 
 
 class UserError(Exception):
-    """One sentence for the person at the keyboard: what is wrong, with the value, and what to do."""
+    """One sentence for the user: what is wrong, with the value, and what to do."""
 
     exit_code = 2
 

@@ -1,7 +1,7 @@
-"""What this machine is: the device that trains, its memory, and what it can do. Decides, never guesses later.
+"""The hardware of this machine: the device that trains, its memory, its compute dtype and its peak throughput.
 
-`GPUS` holds what is published about the devices people train on, for MFU and for plans. A device that is
-not in it (any CPU, for one) is measured by a short matmul when someone asks.
+`GPUS` holds published figures of common training devices, for MFU and for plans. A device that is not in it, such
+as any CPU, is measured with a short matmul on request.
 """
 
 import ctypes
@@ -35,17 +35,17 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one device can do at most. A CPU counts as one, too."""
+    """Peak figures of one device, which may also be a CPU."""
 
     name: str
-    bf16_tflops: float  # dense, with fp32 sums; fp16 where there is no bf16
+    bf16_tflops: float  # dense, with fp32 accumulation; fp16 where there is no bf16
     fp8_tflops: float | None  # dense
-    memory_gb: float  # usable, in units of 2^30 bytes, as torch and nvidia-smi count
-    bandwidth_tb_s: float | None  # None: not known
-    dollars_per_hour: float | None  # None: nobody rents it out
+    memory_gb: float  # usable, in units of 2^30 bytes, as torch and nvidia-smi report it
+    bandwidth_tb_s: float | None  # None: unknown
+    dollars_per_hour: float | None  # None: not for rent
     bf16: bool = True
     device: Literal["cuda", "mps", "cpu"] = "cuda"
-    mfu: float = 0.40  # what to expect of a well-tuned run where nothing was measured
+    mfu: float = 0.40  # of a well-tuned run, where no measurement exists
 
     @property
     def compute_bytes(self) -> int:
@@ -58,8 +58,8 @@ class Gpu:
         return self.name.startswith(("h100", "h200"))
 
 
-# Dollars are an assumption: typical on-demand prices of specialised clouds for one device, rounded. The
-# large clouds ask two or three times as much, spot markets half.
+# Prices are an assumption: typical on-demand prices of specialised clouds for one device, rounded. The large clouds
+# charge two or three times as much, spot markets half.
 PRICES_AS_OF = "May 2026"
 GPUS = {
     gpu.name: gpu
@@ -83,7 +83,7 @@ GPUS = {
     )
 }
 
-# What torch calls them. Words are whole, so GH200 is no H200, and a laptop's chip is another one.
+# Names that torch reports. Whole words, so that GH200 does not match H200, and without laptop variants.
 _TORCH_NAMES = (
     (r"\bB200\b", "b200"),
     (r"\bH200\b(?! NVL)", "h200"),
@@ -119,16 +119,16 @@ def compute_dtype(machine: Hardware, requested: Dtype = "auto") -> "torch.dtype"
 
 
 def named_gpu(name: str) -> Gpu:
-    """The entry a person means by 'h100', 'H100' or 'RTX 4090'."""
+    """The entry for a name as users write it: 'h100', 'H100' or 'RTX 4090'."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     for known, gpu in GPUS.items():
         if known.replace("-", "") == plain:
             return gpu
-    raise UserError(f"There is no GPU named '{name}' in nanorun's table: choose one of {', '.join(GPUS)}.")
+    raise UserError(f"Unknown GPU '{name}': choose one of {', '.join(GPUS)}.")
 
 
 def find_gpu(torch_name: str) -> Gpu | None:
-    """The entry of a device that torch names so, such as 'NVIDIA H100 80GB HBM3'."""
+    """The entry for the device name that torch reports, such as 'NVIDIA H100 80GB HBM3'."""
     for pattern, name in _TORCH_NAMES:
         if re.search(pattern, torch_name, re.IGNORECASE):
             return GPUS[name]
@@ -136,7 +136,7 @@ def find_gpu(torch_name: str) -> Gpu | None:
 
 
 def this_gpu(seconds: float = 0.3) -> Gpu:
-    """This machine's device with the memory it really has; one that is not in the table is measured."""
+    """This machine's device with its actual memory; one that is not in the table is measured."""
     found = detect()
     memory_gb = found.memory_bytes / 2**30
     known = find_gpu(found.name) if found.device != "cpu" else None
@@ -150,7 +150,7 @@ def this_gpu(seconds: float = 0.3) -> Gpu:
 
 
 def matmul_tflops(found: Hardware, seconds: float = 0.3) -> float:
-    """The best of a few large matmuls in the dtype training would use, in about this many seconds."""
+    """The best of a few large matmuls in the dtype of training, in about this many seconds."""
     import torch
 
     half = torch.bfloat16 if found.native_bf16 else torch.float16
@@ -161,7 +161,7 @@ def matmul_tflops(found: Hardware, seconds: float = 0.3) -> float:
     a @ a  # the first call also loads libraries
     while time.perf_counter() < end or best == float("inf"):
         start = time.perf_counter()
-        float((a @ a)[0, 0])  # reading a number waits for the device
+        float((a @ a)[0, 0])  # reading a value waits for the device
         best = min(best, time.perf_counter() - start)
     return 2 * side**3 / best / 1e12
 
@@ -186,7 +186,7 @@ def detect() -> Hardware:
 
 
 def usable_cores() -> int:
-    """The cores this process may run on, which in a container can be fewer than the machine has."""
+    """The cores this process may use, which in a container can be fewer than the machine has."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS, Windows
@@ -194,10 +194,10 @@ def usable_cores() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what this process frees, in blocks of up to 32 MB, for the next that asks.
+    """Makes glibc reuse freed blocks of up to 32 MB instead of returning them to the operating system.
 
-    A step frees its tensors and the next one asks for the same. Given back to the system in between, their pages
-    fault again: up to a thousand faults a step and a fifth of the time, more or less by how memory happens to lie.
+    A step frees its tensors and the next one allocates the same sizes. If their pages are returned in between, they
+    fault again: up to a thousand page faults a step and a fifth of the time, depending on the heap's layout.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -213,26 +213,24 @@ def machine_memory() -> int:
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes free where `folder` is, or will be."""
+    """Free bytes on the disk of `folder`, which need not exist yet."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def _cpu_has_bf16() -> bool:
     """Without these instructions bf16 on a CPU is emulated, about fifty times slower than fp32."""
+    return any(flag in _cpuinfo() for flag in ("avx512_bf16", "amx_bf16"))
+
+
+def _cpuinfo() -> str:
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+        return ""

@@ -1,8 +1,8 @@
-"""Where a person's data, tokenizers and runs live: the folder named by NANORUN_HOME, or the current one.
+"""The folder of data, tokenizers and runs: NANORUN_HOME, or the current folder.
 
-Folders in it are made whole or not at all. A writer works in a hidden folder beside the final one and
-renames it into place as its last act (`new_folder`), so a killed process leaves nothing half-written
-under a real name; what it leaves under a hidden name is swept away by the next writer.
+Its subfolders are created atomically. A writer works in a hidden folder beside the final one and renames it as
+its last step (`new_folder`), so a killed process leaves nothing incomplete under a final name; the next writer
+removes what it left under a hidden name.
 """
 
 import errno
@@ -26,19 +26,19 @@ def home() -> Path:
 
 
 def make_home() -> None:
-    """Before the first thing is written there. One that was named and is not here may be a slip of the pen: say it."""
+    """Creates the home before the first write. Reports it, since a missing NANORUN_HOME may be a typing error."""
     folder = home()
     if folder.is_dir():
         return
     if folder.exists():
-        raise UserError(f"NANORUN_HOME is {folder}, which is a file: name a folder.")
+        raise UserError(f"NANORUN_HOME is {folder}, which is a file: set it to a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"NANORUN_HOME is {folder}, which cannot be made ({error.strerror}): name a folder of yours."
+            f"NANORUN_HOME is {folder}, which cannot be created ({error.strerror}): set it to a folder of yours."
         ) from error
-    console.say(f"creating {folder}, which NANORUN_HOME names")
+    console.say(f"creating {folder} (NANORUN_HOME)")
 
 
 def data_dir() -> Path:
@@ -56,19 +56,19 @@ def runs_dir() -> Path:
 def check_name(name: str, what: str) -> str:
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"{name!r} cannot name a {what}: use letters, digits, '.', '_' and '-', beginning with a letter "
-            "or digit, at most 64."
+            f"{name!r} cannot name a {what}: use at most 64 letters, digits, '.', '_' and '-', starting with a letter "
+            "or digit."
         )
     return name
 
 
 @contextmanager
 def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write in, which becomes `final` when the block ends well and vanishes when it does not.
+    """A folder to write in, which becomes `final` when the block succeeds and is removed when it fails.
 
-    Only whole folders ever appear under `final`. With `replace`, the old one stays until the new one is
-    ready; a machine that dies between the two renames of a replacement leaves the old one under a hidden
-    name, and the next writer puts it back.
+    Only complete folders appear under `final`. With `replace`, the old one stays until the new one is ready; a
+    machine that crashes between the two renames of a replacement leaves the old one under a hidden name, and the
+    next writer restores it.
     """
     make_home()
     taken = UserError(f"{final} exists already: choose another name, or replace it with --replace.")
@@ -76,13 +76,13 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     work = final.parent / f".{final.name}.writing-{me}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(final.parent)
+        _remove_leftovers(final.parent)
         if final.exists() and not replace:
             raise taken
         work.mkdir()
         yield work
         _sync_files(work)
-        if final.exists() and not replace:  # another process was faster
+        if final.exists() and not replace:  # another process was first
             raise taken
         if final.exists():
             old = final.parent / f".{final.name}.old-{me}"
@@ -94,22 +94,22 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
             work.rename(final)
             sync(final.parent)
     except OSError as error:
-        raise _explained(error, final) from error
+        raise _as_user_error(error, final) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _explained(error: OSError, final: Path) -> Exception:
-    """What the operating system refused, as a sentence; anything else stays what it is."""
+def _as_user_error(error: OSError, final: Path) -> Exception:
+    """An error of the operating system as a message to the user; any other error unchanged."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
             f"The disk that holds {final.parent} is full: free some space there or set NANORUN_HOME to "
-            "another disk, then try again (nothing was kept of this attempt)."
+            "another disk, then try again (nothing of this attempt remains)."
         )
     if error.errno is not None:
         return UserError(
-            f"{final} cannot be written ({os.strerror(error.errno)}): set NANORUN_HOME to a folder of yours "
-            "that can (nothing was kept of this attempt)."
+            f"{final} cannot be written ({os.strerror(error.errno)}): set NANORUN_HOME to a writable folder "
+            "(nothing of this attempt remains)."
         )
     return error
 
@@ -130,18 +130,18 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def newest(folder: Path, marker: str) -> str | None:
-    """The name of the entry of `folder` whose `marker` file was written last, or None."""
+    """The name of the subfolder of `folder` whose `marker` file is the newest, or None."""
     found = [(path.stat().st_mtime, path.parent.name) for path in folder.glob(f"[!.]*/{marker}")]
     return max(found)[1] if found else None
 
 
-def _sweep(folder: Path) -> None:
-    """Clears up after writers on this machine that no longer run; a folder put aside goes back to its name."""
-    left = re.compile(rf"\.(.+)\.(writing|old)-{re.escape(platform.node())}-(\d+)")
+def _remove_leftovers(folder: Path) -> None:
+    """Cleans up after writers on this machine that no longer run; an old folder moved aside is restored."""
+    leftover = re.compile(rf"\.(.+)\.(writing|old)-{re.escape(platform.node())}-(\d+)")
     for path in folder.iterdir():
-        match = left.fullmatch(path.name)
-        # our own number on a folder is that of a process before us, in a restarted container
-        if match is None or (int(match[3]) != os.getpid() and _alive(int(match[3]))):
+        match = leftover.fullmatch(path.name)
+        # our own pid on a folder is that of an earlier process, in a restarted container
+        if match is None or (int(match[3]) != os.getpid() and _is_running(int(match[3]))):
             continue
         if match[2] == "old" and not (folder / match[1]).exists():
             path.rename(folder / match[1])
@@ -149,24 +149,24 @@ def _sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # another user's
     return True
 
 
 def _sync_files(folder: Path) -> None:
-    """Files first, then the folder that names them, so that the rename publishes what is on disk."""
+    """Files first, then their folder, so that the rename publishes what is on disk."""
     for path in [*folder.iterdir(), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on the disk."""
+    """Flushes a file, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Results as a person reads them: plain aligned text, the same on a terminal and in a log."""
+"""Results as text: aligned columns, the same on a terminal and in a log."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from nanorun.console import seconds, size
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they need; numbers (as text) to the right, words to the left."""
+    """Columns as wide as needed; numbers aligned right, words left."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     right = [all(_is_number(row[i]) for row in cells) and bool(cells) for i in range(len(header))]
@@ -25,11 +25,11 @@ def _is_number(cell: str) -> bool:
 
 
 def trained_tokenizer(result: dict[str, Any]) -> str:
-    on = result["trained_on"]
-    rate = on["bytes"] / max(on["seconds"], 1e-9)
+    source = result["trained_on"]
+    rate = source["bytes"] / max(source["seconds"], 1e-9)
     return (
-        f"tokenizer '{result['name']}': {result['vocab_size']:,} tokens from {size(on['bytes'])} of text in "
-        f"{seconds(on['seconds'])} ({size(rate)}/s), in {result['folder']}\n"
+        f"tokenizer '{result['name']}': {result['vocab_size']:,} tokens from {size(source['bytes'])} of text in "
+        f"{seconds(source['seconds'])} ({size(rate)}/s), in {result['folder']}\n"
         f"next: nanorun tok eval --tokenizer {result['name']}"
     )
 
@@ -37,7 +37,16 @@ def trained_tokenizer(result: dict[str, Any]) -> str:
 def tokenizers_table(result: dict[str, Any]) -> str:
     reports = result["tokenizers"]
     main = table(
-        ["tokenizer", "vocabulary", "tokens", "bytes/token", "tokens/word", "MB/s a thread", "MB/s", "exact"],
+        [
+            "tokenizer",
+            "vocabulary",
+            "tokens",
+            "bytes/token",
+            "tokens/word",
+            "MB/s per thread",
+            "MB/s",
+            "lossless",
+        ],
         [
             [
                 r["name"],
@@ -75,12 +84,14 @@ def run_summary(summary: dict[str, Any]) -> str:
     if summary["skipped_steps"]:
         rows.append(["skipped", f"{summary['skipped_steps']} steps"])
     if summary["mfu"]:
-        rows.append(["MFU", f"{summary['mfu']:.1%}, {summary['peak_gib']:.1f} GiB at the peak"])
+        rows.append(["MFU", f"{summary['mfu']:.1%}, {summary['peak_gib']:.1f} GiB peak memory"])
     if "parent" in summary:
-        rows.insert(0, ["began from", summary["parent"]])
+        rows.insert(0, ["parent", summary["parent"]])
     for row in summary.get("planned", ()):
         if row["planned"] and row["happened"]:
-            figures = f"{row['happened']:.4g} instead of {row['planned']:.4g} ({row['ratio']:.2f} times)"
+            figures = (
+                f"measured {row['happened']:.4g}, planned {row['planned']:.4g} (ratio {row['ratio']:.2f})"
+            )
             rows.append([f"plan: {row['what']}", figures])
     shown = table(["run", summary["name"]], rows)
     if "samples" not in summary:
@@ -89,7 +100,7 @@ def run_summary(summary: dict[str, Any]) -> str:
         f"  {s['prompt']}│{' ' * s['text'][:1].isspace()}{' '.join(s['text'].split())}"
         for s in summary["samples"]
     ]
-    return "\n".join([shown, "", "how it goes on after the bar:", *samples])
+    return "\n".join([shown, "", "continuations after the bar:", *samples])
 
 
 def _first_step(result: dict[str, Any]) -> str:
@@ -99,15 +110,14 @@ def _first_step(result: dict[str, Any]) -> str:
     return f"{result['first_step_cold_s']:.1f} s cold" + (f", {warm:.1f} s warm" if warm is not None else "")
 
 
-def _starts(result: dict[str, Any]) -> list[list[str]]:
-    """What each kind of start was spent on."""
+def _startup_breakdown(result: dict[str, Any]) -> list[list[str]]:
     parts = {
         "assemble": "model and data",
         "first_micro": "first micro-batch",
         "other_micros": "others",
         "update": "update",
     }
-    kinds = {"start": "spent on", "cold_start": "spent on, cold", "warm_start": "spent on, warm"}
+    kinds = {"start": "startup", "cold_start": "startup, cold", "warm_start": "startup, warm"}
     return [
         [name, ", ".join(f"{words} {result[kind][part]} s" for part, words in parts.items())]
         for kind, name in kinds.items()
@@ -117,9 +127,9 @@ def _starts(result: dict[str, Any]) -> list[list[str]]:
 
 def bench_infer(result: dict[str, Any]) -> str:
     kind = f"int8 weights, {result['dtype']}" if result["int8"] else result["dtype"]
-    guessing = f", speculation by {result['speculate']}" if result["speculate"] else ""
+    speculation = f", speculation by {result['speculate']}" if result["speculate"] else ""
     title = (
-        f"d{result['depth']}, vocabulary {result['vocab_size']:,}, {kind}{guessing}: prompts of "
+        f"d{result['depth']}, vocabulary {result['vocab_size']:,}, {kind}{speculation}: prompts of "
         f"{result['prompt']:,} tokens, {result['new']:,} new ones"
     )
     rows = [
@@ -134,7 +144,7 @@ def bench_infer(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    columns = ["batch", "first token ms", "ms a step", "tokens/s", "MBU", "GiB", "guessed right"]
+    columns = ["batch", "TTFT ms", "ms per step", "tokens/s", "MBU", "GiB", "acceptance"]
     bits = (
         f"\nbits per byte {result['bpb']:.4f}, with int8 {result['bpb_int8']:.4f}" if "bpb" in result else ""
     )
@@ -146,13 +156,13 @@ def bench_train(result: dict[str, Any]) -> str:
         ["model", f"d{result['depth']}, vocabulary {result['vocab_size']:,}, context {result['context']:,}"],
         [
             "batch",
-            f"{result['batch_tokens']:,} tokens a step, micro-batches of {result['device_batch']} rows",
+            f"{result['batch_tokens']:,} tokens per step, micro-batches of {result['device_batch']} rows",
         ],
         ["attention", ", ".join(result["attention"])],
-        ["speed", f"{result['tokens_per_s']:,} tokens/s, {result['ms_per_step']:,} ms a step"],
+        ["speed", f"{result['tokens_per_s']:,} tokens/s, {result['ms_per_step']:,} ms per step"],
         ["first step after", _first_step(result)],
-        *_starts(result),
-        ["loss", f"{result['first_loss']:.3f} at first, {result['loss']:.3f} at the end"],
+        *_startup_breakdown(result),
+        ["loss", f"first {result['first_loss']:.3f}, last {result['loss']:.3f}"],
     ]
     if result["mfu"]:
         rows.append(["MFU", f"{result['mfu']:.1%}"])
@@ -163,16 +173,16 @@ def bench_train(result: dict[str, Any]) -> str:
 
 def warmup_table(result: dict[str, Any]) -> str:
     rows = [
-        ["model and data ready after", f"{result['assembled_s']} s"],
-        ["first step done after", f"{result['first_step_s']} s"],
-        ["a step then takes", f"{result['second_step_s']} s"],
-        ["an evaluation's first batch", f"{result['evaluation_s']} s"],
+        ["model and data ready", f"{result['assembled_s']} s"],
+        ["first step done", f"{result['first_step_s']} s"],
+        ["second step", f"{result['second_step_s']} s"],
+        ["first evaluation batch", f"{result['evaluation_s']} s"],
     ]
     return table([f"d{result['depth']}", f"torch {result['torch']}, {result['device']}"], rows)
 
 
 def chat_table(result: dict[str, Any]) -> str:
-    """ChatCORE by task, with 95% intervals; pass@k where there were several samples."""
+    """ChatCORE by task, with 95% intervals; pass@k for several samples."""
     ks = list(next((row["pass"] for row in result["tasks"] if row["pass"]), {}))
     rows = [
         [
@@ -199,7 +209,9 @@ def chat_table(result: dict[str, Any]) -> str:
     ]
     shown = table(columns, rows)
     if result["chatcore"] is None:
-        last = f"no ChatCORE yet: nanorun eval chat --judge {result['replies']}, where there is a sandbox"
+        last = (
+            f"no ChatCORE yet: run nanorun eval chat --judge {result['replies']} where a sandbox is available"
+        )
     else:
         error = result["chatcore_high"] - result["chatcore"]
         last = f"ChatCORE {result['chatcore']:.4f} ± {error:.4f} ({result['model']}, step {result['step']})"
@@ -216,8 +228,8 @@ def rl_summary(summary: dict[str, Any]) -> str:
     was = f" (before: {before:.3f})" if before is not None else ""
     held_out = ", ".join(f"{key} {summary[f'val_{key}']:.3f}" for key in passes)
     rows = [
-        ["learned", ", ".join(summary["tasks"])],
-        ["from", f"{summary['parent']}, step {summary['parent_step']}"],
+        ["tasks", ", ".join(summary["tasks"])],
+        ["parent", f"{summary['parent']}, step {summary['parent_step']}"],
         ["trained on", f"{summary['tokens']:,} sampled tokens in {summary['steps']:,} steps"],
         ["took", seconds(summary["seconds"])],
         [
@@ -225,7 +237,7 @@ def rl_summary(summary: dict[str, Any]) -> str:
             f"{summary['rollout_tokens_per_s']:,.0f} tokens/s sampled, "
             f"{summary['train_tokens_per_s']:,.0f} trained",
         ],
-        ["reward", f"{summary['first_reward']:.3f} at first, {summary['last_reward']:.3f} at the end"],
+        ["reward", f"first {summary['first_reward']:.3f}, last {summary['last_reward']:.3f}"],
         ["held out", f"reward {summary['val_reward']:.3f}{was}, {held_out}"],
     ]
     if summary["skipped_steps"]:
@@ -237,8 +249,8 @@ def rl_summary(summary: dict[str, Any]) -> str:
 def _example_reply(sample: dict[str, Any]) -> str:
     marks = {"text": "{}", "python": "«{}»", "output": "→ {} "}
     reply = "".join(marks[part["type"]].format(part["text"]) for part in sample["reply"])
-    asked = " ".join(sample["question"].split())
-    return f"  {asked:.100} │ {' '.join(reply.split()):.200}  ({sample['reward']:g})"
+    question = " ".join(sample["question"].split())
+    return f"  {question:.100} │ {' '.join(reply.split()):.200}  ({sample['reward']:g})"
 
 
 def core_table(result: dict[str, Any]) -> str:

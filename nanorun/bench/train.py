@@ -1,8 +1,8 @@
-"""`bench train`: the speed of training as it is, on packed batches of real data, without saving or evaluating.
+"""`bench train`: training throughput on packed batches of real data, without checkpoints or evaluation.
 
-The first step is timed by itself, since it compiles: cold, with empty compile caches, and warm, in a second
-process that finds what the first one left there. A few steps are thrown away, and the median of the rest is
-the speed. Loss is that of the last step: a sign that what was timed was training.
+The first step is timed separately, since it compiles: cold, with empty compile caches, and warm, in a second
+process that finds the caches of the first. A few steps are discarded, and the median of the rest gives the
+throughput. The loss is that of the last step: evidence that what was timed was training.
 """
 
 import json
@@ -27,8 +27,8 @@ from nanorun.runs import Run
 from nanorun.train import loop
 from nanorun.train.base import Options, assemble
 
-WARM_STEPS = 3
-CACHES = (
+WARMUP_STEPS = 3
+CACHE_VARIABLES = (
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
@@ -39,42 +39,42 @@ CACHES = (
 def bench_train(
     config: Config, options: Options, steps: int = 20, fresh_caches: bool = True
 ) -> dict[str, Any]:
-    """`fresh_caches=False` uses the compile caches as they are, for a quick look: no cold or warm start is told."""
+    """`fresh_caches=False` uses the existing compile caches, for a quick look: neither a cold nor a warm start is
+    measured."""
     if not fresh_caches:
-        return _timed(config, options, steps)
+        return _measure(config, options, steps)
     with empty_caches():
-        result = _timed(config, options, steps)
+        result = _measure(config, options, steps)
         result["first_step_cold_s"] = result.pop("first_step_s")
         result["cold_start"] = result.pop("start")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        say("once more in a fresh process, with warm compile caches")
-        warm = _first_step_elsewhere(config, options)
+        say("again in a new process, with warm compile caches")
+        warm = _first_step_in_new_process(config, options)
         result["first_step_warm_s"] = warm["total"] if warm is not None else None
         result["warm_start"] = warm
     return result
 
 
-def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
-    start = Start()
-    with tempfile.TemporaryDirectory() as folder:
-        training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
+def _measure(config: Config, options: Options, steps: int) -> dict[str, Any]:
+    with started(config, options) as (training, start):
         tokens = config.train.batch_tokens
-        with training.loader, Progress("timing steps", (1 + WARM_STEPS + steps) * tokens, "tok") as bar:
-            pulses = training.device.type != "cuda"  # there a step may take hours, and says how far it is
-            training.pulse = bar.advance if pulses else training.pulse
-            first = start.first_step(training)
-            took = start.spent()
-            bar.advance(0 if pulses else tokens)
-            bar.note(f"first step after {seconds(took['total'])}")
+        with Progress("timing steps", (1 + WARMUP_STEPS + steps) * tokens, "tok") as bar:
+            # Off CUDA a step may take hours, so progress advances with each micro-batch.
+            by_micro_batch = training.device.type != "cuda"
+            if by_micro_batch:
+                training.pulse = bar.advance
+            first, startup = timed_first_step(training, start)
+            bar.advance(0 if by_micro_batch else tokens)
+            bar.note(f"first step after {seconds(startup['total'])}")
             done = []
-            for _ in range(WARM_STEPS + steps):
+            for _ in range(WARMUP_STEPS + steps):
                 done.append(loop.train_step(training))
-                bar.advance(0 if pulses else tokens, f"{done[-1].tokens / done[-1].seconds:,.0f} tokens/s")
-    timed = done[WARM_STEPS:]
+                speed = f"{done[-1].tokens / done[-1].seconds:,.0f} tokens/s"
+                bar.advance(0 if by_micro_batch else tokens, speed)
+    timed = done[WARMUP_STEPS:]
     median = statistics.median(step.seconds for step in timed)
-    speed = timed[0].tokens / median
-    cuda = training.device.type == "cuda"
+    tokens_per_s = timed[0].tokens / median
     peak = training.peak_flops
     return record(
         "train",
@@ -87,12 +87,12 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
         fp8=training.model.config.fp8,
         products=loop.means(training)["products"],
         steps=steps,
-        tokens_per_s=round(speed),
+        tokens_per_s=round(tokens_per_s),
         ms_per_step=round(1e3 * median, 2),
-        mfu=config.model.flops_per_token * speed / peak if peak else None,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        first_step_s=took["total"],
-        start=took,
+        mfu=config.model.flops_per_token * tokens_per_s / peak if peak else None,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if training.device.type == "cuda" else None,
+        first_step_s=startup["total"],
+        start=startup,
         data_wait_share=sum(s.waited for s in timed) / sum(s.seconds for s in timed),
         first_loss=first.loss,
         loss=timed[-1].loss,
@@ -100,11 +100,21 @@ def _timed(config: Config, options: Options, steps: int) -> dict[str, Any]:
 
 
 @contextmanager
+def started(config: Config, options: Options) -> Iterator[tuple[loop.Training, float]]:
+    """A training in a temporary run folder, and when its assembly started."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
+        with training.loader:
+            yield training, start
+
+
+@contextmanager
 def empty_caches() -> Iterator[None]:
-    """What compilers keep goes to a folder of its own, empty at first and gone afterwards."""
-    before = {name: os.environ.get(name) for name in CACHES}
+    """Points the compilers' caches to a temporary folder, empty at first."""
+    before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ.update({name: str(Path(folder) / name.lower()) for name in CACHES})
+        os.environ.update({name: str(Path(folder) / name.lower()) for name in CACHE_VARIABLES})
         try:
             yield
         finally:
@@ -115,56 +125,37 @@ def empty_caches() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _first_step_elsewhere(config: Config, options: Options) -> dict[str, float] | None:
-    """Seconds from a fresh process's start of assembling to the end of its first step, and what they went to; None
-    when it fails."""
-    code = "import json, sys; from nanorun.bench.train import first_step; first_step(json.load(sys.stdin))"
-    asked = json.dumps({"config": config.to_dict(), "options": asdict(options)})
-    child = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True)
+def _first_step_in_new_process(config: Config, options: Options) -> dict[str, float] | None:
+    """Seconds from the start of assembly to the end of the first step, by part; None when the process fails."""
+    code = "import json, sys; from nanorun.bench.train import print_first_step; print_first_step(json.load(sys.stdin))"
+    request = json.dumps({"config": config.to_dict(), "options": asdict(options)})
+    child = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if child.returncode != 0:
         return None
-    took: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
-    return took
+    startup: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
+    return startup
 
 
-def first_step(asked: dict[str, Any]) -> None:
-    config, options = Config.from_dict(asked["config"]), Options(**asked["options"])
-    start = Start()
-    with tempfile.TemporaryDirectory() as folder:
-        training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
-        with training.loader:
-            start.first_step(training)
-    print(json.dumps(start.spent()))
+def print_first_step(request: dict[str, Any]) -> None:
+    with started(Config.from_dict(request["config"]), Options(**request["options"])) as (training, start):
+        print(json.dumps(timed_first_step(training, start)[1]))
 
 
-class Start:
-    """What the time until the end of the first step is spent on."""
+def timed_first_step(training: loop.Training, start: float) -> tuple[loop.Step, dict[str, float]]:
+    """The first step, and the seconds since `start` by part: `total` and what it is made of."""
+    times = [start, time.perf_counter()]
+    pulse = training.pulse
 
-    def __init__(self) -> None:
-        self.marks = [time.perf_counter()]
+    def timed_pulse(tokens: int) -> None:
+        times.append(time.perf_counter())
+        pulse(tokens)
 
-    def first_step(self, training: loop.Training) -> loop.Step:
-        self.mark()
-        pulse = training.pulse
-
-        def marked(tokens: int) -> None:
-            self.mark()
-            pulse(tokens)
-
-        training.pulse = marked  # after each micro-batch: the first compiles, and the host waits for that
-        done = loop.train_step(training)
-        training.pulse = pulse
-        self.mark()
-        return done
-
-    def mark(self) -> None:
-        self.marks.append(time.perf_counter())
-
-    def spent(self) -> dict[str, float]:
-        """Seconds in all, and of them in parts."""
-        marks = self.marks
-        ends = {"assemble": marks[1], "first_micro": marks[2], "other_micros": marks[-2], "update": marks[-1]}
-        before, took = marks[0], {}
-        for name, at in ends.items():
-            took[name], before = round(at - before, 1), at
-        return {"total": round(marks[-1] - marks[0], 1), **took}
+    training.pulse = timed_pulse  # after each micro-batch: the first compiles, and the host waits for that
+    step = loop.train_step(training)
+    training.pulse = pulse
+    times.append(time.perf_counter())
+    ends = {"assemble": times[1], "first_micro": times[2], "other_micros": times[-2], "update": times[-1]}
+    previous, parts = start, {}
+    for name, end in ends.items():
+        parts[name], previous = round(end - previous, 1), end
+    return step, {"total": round(times[-1] - start, 1), **parts}

@@ -1,8 +1,8 @@
-"""The command line: each verb parses its options, calls one function and prints what it returned.
+"""The command line: each command parses its options, calls one function and prints the result.
 
-Results go to stdout, everything else (progress, notes, errors) to stderr. With --json a verb prints one
-JSON object as the last thing on stdout. A person's mistake gives one sentence and exit code 2. A file here is a
-group of verbs; what a verb calls is imported inside it, so that --help is quick.
+Results go to stdout, everything else (progress, notes, errors) to stderr. With --json a command prints one JSON
+object as the last line on stdout. A user error gives one sentence and exit code 2. Each file here is a group of
+commands; a command imports what it calls inside its function, so that --help is quick.
 """
 
 import errno
@@ -27,8 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for first in (start, talk):
-    app.add_typer(first.app)
+for ungrouped in (start, talk):
+    app.add_typer(ungrouped.app)
 for group, name in ((train, "train"), (eval, "eval"), (bench, "bench"), (data, "data"), (tok, "tok")):
     app.add_typer(group.app, name=name)
 
@@ -40,60 +40,62 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-# typer carries its own copy of click in newer versions, so its base of all usage errors is found here
+# newer versions of typer vendor click, so the base class of usage errors is looked up here
 _ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    # Threads that wait asleep: spinning ones make training ten times slower as soon as anything else runs.
+    # Waiting threads sleep: spinning ones make training ten times slower as soon as anything else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     keep_bytecode()
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal without our signs shows others, it does not fail
+        if isinstance(
+            stream, TextIOWrapper
+        ):  # a terminal that lacks our characters shows others and does not fail
             stream.reconfigure(errors="replace")
     try:
         code = app(args, standalone_mode=False, prog_name="nanorun")
     except UserError as error:
-        _complain(str(error))
+        _print_error(str(error))
         sys.exit(error.exit_code)
     except _ClickException as error:
-        code = _explain_usage(error)
+        code = _print_usage_error(error)
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # click has seen it first
-            _reader_went_away()
+        if isinstance(error.__context__, BrokenPipeError):  # click has caught it first
+            _exit_on_broken_pipe()
         raise
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except OSError as error:
         if error.errno == errno.EPIPE:
-            _reader_went_away()
+            _exit_on_broken_pipe()
         if error.errno != errno.ENOSPC:
             raise
-        code = _complain("The output cannot be written, its disk is full.")
-    if code == 130:  # also when typer itself has caught the interruption
-        console.say("\nStopped. Nothing half-written was kept; the same command goes on or starts again.")
+        code = _print_error("The output cannot be written: its disk is full.")
+    if code == 130:  # also when typer itself has caught the interrupt
+        console.say("\nInterrupted. No partial files remain; the same command resumes or starts again.")
     sys.exit(code or 0)
 
 
-def _reader_went_away() -> NoReturn:
-    """`| head` has seen enough: end without a word, with the code of one whom SIGPIPE ended."""
-    os._exit(141)  # at once, or Python would complain about what it cannot flush
+def _exit_on_broken_pipe() -> NoReturn:
+    """The reader, such as `| head`, has closed the pipe: exit silently, with the code of SIGPIPE."""
+    os._exit(141)  # at once, or Python would report what it cannot flush
 
 
-def _explain_usage(error: Any) -> int:
+def _print_usage_error(error: Any) -> int:
     context, message = getattr(error, "ctx", None), error.format_message().strip()
-    if message.startswith("Usage:"):  # nothing was asked for: show what there is
+    if message.startswith("Usage:"):  # no command: show the help
         print(message)
         return 0
     see = f" See {context.command_path} --help." if context is not None else ""
-    return _complain(message.rstrip(".") + "." + see)
+    return _print_error(message.rstrip(".") + "." + see)
 
 
-def _complain(sentence: str) -> int:
+def _print_error(sentence: str) -> int:
     console.say(f"nanorun: {sentence}")
     return 2
 
 
-def _stop(signum: int, frame: object) -> NoReturn:
+def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt

@@ -4,115 +4,85 @@ from typing import Annotated
 
 import typer
 
-from nanorun.cli.options import (
-    BackendName,
-    BatchTokens,
-    Compile,
-    Context,
-    Data,
-    Depth,
-    DeviceBatch,
-    Draft,
-    DtypeName,
-    Fp8Name,
-    Graphs,
-    Int8,
-    Json,
-    Save,
-    Speculate,
-    TokenizerName,
-    check_fp8,
-    check_speculation,
-    example,
-    run_options,
-    show,
-)
+from nanorun.cli import options as opt
 from nanorun.errors import UserError
 
-app = typer.Typer(help="Speed on this machine: training, generation.", no_args_is_help=True)
+app = typer.Typer(help="Throughput on this machine: training, generation.", no_args_is_help=True)
 
 
-@app.command("train", epilog=example("nanorun bench train --depth 12 --json"))
+@app.command("train", epilog=opt.example("nanorun bench train --depth 12 --json"))
 def bench_train(
-    depth: Depth = 12,
+    depth: opt.Depth = 12,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 20,
-    batch_tokens: BatchTokens = None,
-    device_batch: DeviceBatch = None,
-    context: Context = 2048,
-    data: Data = None,
-    tokenizer: TokenizerName = None,
-    attention: BackendName = "auto",
-    dtype: DtypeName = "auto",
-    fp8: Fp8Name = None,
-    compiled: Compile = True,
-    graphs: Graphs = True,
+    batch_tokens: opt.BatchTokens = None,
+    device_batch: opt.DeviceBatch = None,
+    context: opt.Context = 2048,
+    data: opt.Data = None,
+    tokenizer: opt.TokenizerName = None,
+    attention: opt.BackendName = "auto",
+    dtype: opt.DtypeName = "auto",
+    fp8: opt.Fp8Name = None,
+    compiled: opt.Compile = True,
+    graphs: opt.Graphs = True,
     fresh_caches: Annotated[
         bool,
         typer.Option(
-            "--cold/--quick", help="With cold and warm starts, or with the compile caches as they are."
+            "--cold/--quick", help="Measure cold and warm starts, or use the existing compile caches."
         ),
     ] = True,
-    save: Save = None,
-    as_json: Json = False,
+    save: opt.Save = None,
+    as_json: opt.Json = False,
 ) -> None:
-    """Tokens/s, MFU, memory and the time to the first step, on real packed data."""
+    """Measure tokens/s, MFU, peak memory and the time to the first step, on real packed data."""
     from nanorun import tables
     from nanorun.bench.train import bench_train
-    from nanorun.config import Horizon
     from nanorun.provenance import check_writable, write_result
-    from nanorun.train import base
 
     check_writable(save)
-    options = run_options(None, False, device_batch, attention, dtype, compiled, graphs)
-    config = base.configure(
-        depth,
-        horizon=Horizon(),
-        context=context,
-        batch_tokens=batch_tokens,
-        data=data,
-        tokenizer=tokenizer,
-        model_changes=check_fp8(fp8),
-    )
+    options = opt.run_options(None, False, device_batch, attention, dtype, compiled, graphs)
+    config = opt.default_config(depth, context, batch_tokens, data, tokenizer, fp8)
     result = bench_train(config, options, steps, fresh_caches)
     write_result(result, save)
-    show(result, as_json, tables.bench_train(result))
+    opt.show(result, as_json, tables.bench_train(result))
 
 
-@app.command("infer", epilog=example("nanorun bench infer --depth 12 --batch 1,8,32,128 --json"))
+@app.command("infer", epilog=opt.example("nanorun bench infer --depth 12 --batch 1,8,32,128 --json"))
 def bench_infer(
-    depth: Annotated[int, typer.Option(min=1, max=200, help="A model of this depth, random weights.")] = 12,
-    model: Annotated[str | None, typer.Option(help="A trained run instead, and its own text.")] = None,
-    batch: Annotated[str, typer.Option(help="Texts at a time: one or more numbers.")] = "1,8,32,128",
+    depth: Annotated[int, typer.Option(min=1, max=200, help="Depth of a model with random weights.")] = 12,
+    model: Annotated[
+        str | None, typer.Option(help="A trained run instead, with its validation text as prompts.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32,128",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    int8: Int8 = False,
-    speculate: Speculate = None,
-    draft: Draft = None,
-    guesses: Annotated[int, typer.Option(min=1, max=16, help="Tokens guessed at a time.")] = 4,
-    save: Save = None,
-    as_json: Json = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
+    int8: opt.Int8 = False,
+    speculate: opt.Speculate = None,
+    draft: opt.Draft = None,
+    guesses: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens per speculation step.")] = 4,
+    save: opt.Save = None,
+    as_json: opt.Json = False,
 ) -> None:
-    """Time to the first token, ms a step, tokens/s, memory and the share of its bandwidth that is used."""
+    """Measure time to first token, ms per step, tokens/s, peak memory and memory bandwidth utilization."""
     from nanorun import tables
-    from nanorun.bench.infer import Setting, bench_infer
+    from nanorun.bench.infer import InferenceWorkload, bench_infer
     from nanorun.provenance import check_writable, write_result
 
     check_writable(save)
-    speculation = check_speculation(speculate, draft)
+    speculation = opt.check_speculation(speculate, draft)
     if draft and not model:
-        raise UserError("--draft guesses for a trained run: name it with --model.")
-    setting = Setting(_numbers(batch), prompt, new, temperature, int8, speculation, guesses)
-    result = bench_infer(depth, model, setting, draft)
+        raise UserError("--draft drafts for a trained run: name it with --model.")
+    workload = InferenceWorkload(_batch_sizes(batch), prompt, new, temperature, int8, speculation, guesses)
+    result = bench_infer(depth, model, workload, draft)
     write_result(result, save)
-    show(result, as_json, tables.bench_infer(result))
+    opt.show(result, as_json, tables.bench_infer(result))
 
 
-def _numbers(text: str) -> list[int]:
+def _batch_sizes(text: str) -> list[int]:
     try:
-        numbers = [int(part) for part in text.split(",")]
+        sizes = [int(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1 or max(numbers) > 4096:
-        raise UserError(f"--batch is '{text}': give numbers from 1 to 4096, such as 1,8,32.")
-    return numbers
+        sizes = []
+    if not sizes or min(sizes) < 1 or max(sizes) > 4096:
+        raise UserError(f"--batch is '{text}': use numbers from 1 to 4096, such as 1,8,32.")
+    return sizes

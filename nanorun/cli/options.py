@@ -1,4 +1,4 @@
-"""What verbs share: the options that several of them take, how an option is checked, how a result is shown."""
+"""What commands share: common options, their validation, and printing a result."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from nanorun.config import Backend, Dtype, Fp8
+from nanorun.config import Backend, Config, Dtype, Fp8, Horizon
 from nanorun.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Replace one of the same name.")]
 Depth = Annotated[
-    int, typer.Option(min=1, max=200, help="The one dial: layers, and all that follows from them.")
+    int,
+    typer.Option(min=1, max=200, help="Number of layers; sets width, batch size, tokens and learning rates."),
 ]
 Ratio = Annotated[float | None, typer.Option(help="Train on this many tokens per parameter (default: 10.5).")]
 Tokens = Annotated[int | None, typer.Option(help="Train on this many tokens.")]
 Flops = Annotated[float | None, typer.Option(help="Train with this many FLOPs, such as 1e18.")]
 Steps = Annotated[int | None, typer.Option(help="Train for this many steps.")]
-Context = Annotated[int, typer.Option(min=2, help="Tokens in a row.")]
-BatchTokens = Annotated[int | None, typer.Option(min=1, help="Tokens in a step (default: by the horizon).")]
-DeviceBatch = Annotated[int | None, typer.Option(min=1, help="Rows in a micro-batch (default: what fits).")]
+Context = Annotated[int, typer.Option(min=2, help="Context length: tokens per row.")]
+BatchTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per step (default: from the training horizon).")
+]
+DeviceBatch = Annotated[
+    int | None, typer.Option(min=1, help="Rows per micro-batch (default: from the memory estimate).")
+]
 Data = Annotated[str | None, typer.Option(help="The dataset (default: the newest).")]
 TokenizerName = Annotated[
     str | None, typer.Option("--tokenizer", help="The tokenizer (default: the newest).")
@@ -34,29 +39,31 @@ Fp8Name = Annotated[
     str | None,
     typer.Option(
         "--fp8",
-        help="8-bit matmuls: none, mlp, layers, head, all, or auto (default): all on Hopper from 768 wide on.",
+        help="FP8 matmuls: none, mlp, layers, head, all, or auto (default): all on Hopper from width 768 on.",
     ),
 ]
 TaskFiles = Annotated[
     Path | None,
-    typer.Option("--task-files", help="Where the tasks' files are (default: tasks/ in the home)."),
+    typer.Option("--task-files", help="Folder of the tasks' files (default: tasks/ in the home)."),
 ]
-Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile on CUDA.")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile on CUDA.")]
 Graphs = Annotated[
-    bool, typer.Option("--graphs/--no-graphs", help="Micro-steps replayed as a CUDA graph, when compiled.")
+    bool, typer.Option("--graphs/--no-graphs", help="Replay micro-steps as a CUDA graph, when compiled.")
 ]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="The same bits every time.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Bitwise reproducible, a little slower.")
+]
 Track = Annotated[str | None, typer.Option(help="Log to wandb or trackio as well.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start the run anew if it exists.")]
-Save = Annotated[Path | None, typer.Option(help="Keep the result in this file.")]
-Int8 = Annotated[bool, typer.Option("--int8", help="Weights as int8.")]
-Tools = Annotated[str, typer.Option(help="What answers may call: calculator, python or none.")]
-Speculate = Annotated[str | None, typer.Option(help="Guess ahead: lookup or draft.")]
-Draft = Annotated[str | None, typer.Option(help="The run that guesses, with --speculate draft.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Delete an existing run of this name and start over.")]
+Save = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
+Int8 = Annotated[bool, typer.Option("--int8", help="Quantize weights to int8.")]
+Tools = Annotated[str, typer.Option(help="Tools that answers may call: calculator, python or none.")]
+Speculate = Annotated[str | None, typer.Option(help="Speculative decoding: lookup or draft.")]
+Draft = Annotated[str | None, typer.Option(help="The draft model's run, for --speculate draft.")]
 
 
 def example(text: str) -> str:
-    return f"\b\nExample:\n  {text}"  # \b keeps the lines as they are
+    return f"\b\nExample:\n  {text}"  # \b keeps the line breaks
 
 
 def show(result: dict[str, Any], as_json: bool, text: str) -> None:
@@ -74,13 +81,35 @@ def run_options(
     deterministic: bool = False,
     track: str | None = None,
 ) -> "base.Options":
-    """How a run is to go: what the verbs that train have in common, checked before anything starts."""
+    """The options that training commands share, validated before anything starts."""
     backend = cast(Backend, check_one_of(attention, get_args(Backend), "attention backend"))
     checked = check_dtype(dtype)
 
-    from nanorun.train import base  # only now: this takes a second
+    from nanorun.train import base  # imported late: it takes a second
 
     return base.Options(name, fresh, device_batch, backend, checked, compiled, graphs, deterministic, track)
+
+
+def default_config(
+    depth: int,
+    context: int,
+    batch_tokens: int | None,
+    data: str | None,
+    tokenizer: str | None,
+    fp8: str | None,
+) -> Config:
+    """The configuration of a depth with the default horizon."""
+    from nanorun.train import base
+
+    return base.configure(
+        depth,
+        horizon=Horizon(),
+        context=context,
+        batch_tokens=batch_tokens,
+        data=data,
+        tokenizer=tokenizer,
+        model_changes=check_fp8(fp8),
+    )
 
 
 def check_dtype(name: str) -> Dtype:
@@ -88,7 +117,7 @@ def check_dtype(name: str) -> Dtype:
 
 
 def check_fp8(name: str | None) -> dict[str, Any]:
-    """The change of a model's configuration that it means."""
+    """The resulting change of a model's configuration."""
     return {} if name is None else {"fp8": check_one_of(name, get_args(Fp8), "setting of fp8")}
 
 
@@ -97,12 +126,12 @@ def check_tools(name: str) -> Any:
 
 
 def check_speculation(kind: str | None, draft: str | None) -> Any:
-    """--draft alone means to use it."""
+    """--draft implies --speculate draft."""
     kind = kind or ("draft" if draft else None)
     if kind is not None:
         check_one_of(kind, ("lookup", "draft"), "speculation")
     if kind == "draft" and not draft:
-        raise UserError("--speculate draft needs --draft, the name of a smaller run of the same tokenizer.")
+        raise UserError("--speculate draft needs --draft, the name of a smaller run with the same tokenizer.")
     return kind
 
 

@@ -11,8 +11,10 @@ from nanorun.errors import UserError
 
 @pytest.mark.parametrize("speculate", [None, "lookup", "draft"])
 def test_a_row_for_each_batch_size(speculate):
-    setting = infer.Setting((1, 3), prompt=20, new=6, int8=speculate == "lookup", speculate=speculate)
-    result = infer.bench_infer(1, None, setting)
+    workload = infer.InferenceWorkload(
+        (1, 3), prompt_tokens=20, new_tokens=6, int8=speculate == "lookup", speculate=speculate
+    )
+    result = infer.bench_infer(1, None, workload)
     assert (result["what"], result["depth"], result["prompt"]) == ("infer", 1, 20)
     assert [row["batch"] for row in result["rows"]] == [1, 3]
     for row in result["rows"]:
@@ -32,32 +34,34 @@ def test_bytes_of_a_step_are_the_matrices_and_the_keys_in_sight(monkeypatch):
 
     config = scale_model(4, 1000, 2048, dim=128, heads=4, kv_heads=2)
     weights = Weights.of(build(config, torch.device("cpu"), torch.float32))
-    setting = infer.Setting(prompt=1024, new=1)
+    workload = infer.InferenceWorkload(prompt_tokens=1024, new_tokens=1)
     layer = 128 * 128 * 2 + 2 * 128 * 64 + 8 * 128 * 128
     gates = 16 * 128  # two layers have value gates: two rows, padded to sixteen
     keys = 3 * 512 + 1025
     bytes_read = 4 * (4 * layer + 2 * gates + 1024 * 128) + 7 * keys * 2 * 2 * 32 * 4
-    assert infer._mbu(weights, 7, setting, 1.0) == pytest.approx(bytes_read / 1e6)
+    assert infer._mbu(weights, 7, workload, 1.0) == pytest.approx(bytes_read / 1e6)
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UserError, match="do not fit"):
-        infer.bench_infer(1, None, infer.Setting(prompt=2000, new=100))
+        infer.bench_infer(1, None, infer.InferenceWorkload(prompt_tokens=2000, new_tokens=100))
 
 
 def test_too_few_tokens_are_refused_before_anything_is_built_and_as_many_as_named_are_enough(monkeypatch):
-    wanted = infer.Setting((3,), prompt=300, new=3)  # on a CPU they are read one a step
+    wanted = infer.InferenceWorkload(
+        (3,), prompt_tokens=300, new_tokens=3
+    )  # on a CPU they are read one a step
     if hardware.detect().device != "cpu":
         pytest.skip("there is a GPU here")
     with monkeypatch.context() as patch:
         patch.setattr(infer, "build", None)
         with pytest.raises(UserError, match="choose --new 4"):
             infer.bench_infer(1, None, wanted)
-    assert infer.bench_infer(1, None, replace(wanted, new=4))["rows"][0]["batch"] == 3
+    assert infer.bench_infer(1, None, replace(wanted, new_tokens=4))["rows"][0]["batch"] == 3
 
 
 def test_rows_are_told_as_they_come(capsys):
-    infer.bench_infer(1, None, infer.Setting((1, 2), prompt=8, new=4))
+    infer.bench_infer(1, None, infer.InferenceWorkload((1, 2), prompt_tokens=8, new_tokens=4))
     told = capsys.readouterr().err.splitlines()
     assert [line[:6] for line in told] == ["timing", "    " + told[1][4:6], "timing", "    " + told[3][4:6]]
     assert "tokens/s" in told[1]
