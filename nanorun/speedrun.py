@@ -198,12 +198,16 @@ def _rl() -> None:
 def _exam(name: str) -> None:
     """Writes the model's accuracy on each kind of question about the sample world to its run folder."""
     from nanorun.evals import chat
-    from nanorun.evals.replies import Manner
+    from nanorun.evals.replies import ReplySettings
 
     folder, per_task = home.runs_dir() / name, budget().exam_questions
     say(f"    exam: {per_task} questions of each kind")
-    options = chat.Options(
-        name, chat.SAMPLE, max_per_task=per_task, manner=Manner(MAX_REPLY_TOKENS), keep=folder / "exam.jsonl"
+    options = chat.ChatEvalOptions(
+        name,
+        chat.SAMPLE_TASKS,
+        max_per_task=per_task,
+        settings=ReplySettings(MAX_REPLY_TOKENS),
+        replies_file=folder / "exam.jsonl",
     )
     write_json(folder / EXAM, chat.evaluate_chat(options))
 

@@ -7,8 +7,6 @@ Sum      two digits are to be added, by the calculator              rewarded 0 o
 """
 
 import random
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,20 +158,3 @@ def furnish(home: Path, model: GPT, name: str = "tiny-sft") -> None:
     with Run.open(name, tiny_config().to_dict(), fresh=True) as run:
         checkpoint.save(run.checkpoints, 7, model.state_dict(), {}, {})
         run.write_summary({"name": name})
-
-
-def main() -> None:
-    """The command line, with these tasks where nanorun has no names for tasks yet."""
-    try:
-        import nanorun.tasks.catalogue  # noqa: F401
-    except ModuleNotFoundError:
-        catalogue = types.ModuleType("nanorun.tasks.catalogue")
-        catalogue.open_task = open_task
-        sys.modules["nanorun.tasks.catalogue"] = catalogue
-    from nanorun.cli import main
-
-    main()
-
-
-if __name__ == "__main__":
-    main()

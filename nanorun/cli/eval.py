@@ -56,20 +56,21 @@ def eval_chat(
     """ChatCORE: how often a chat model answers rightly, task by task, with 95% intervals."""
     from nanorun import tables
     from nanorun.evals import chat
-    from nanorun.evals.replies import Manner
+    from nanorun.evals.replies import ReplySettings
 
     named = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
     if judge is not None:
         if model or keep:
             raise UserError("--judge takes the model and its answers from the file: leave the others out.")
-        result = chat.judge_file(judge, named, files)
+        result = chat.grade_file(judge, named, files)
     else:
         if temperature is None:
             temperature = 1.0 if samples > 1 else 0.0
         if samples > 1 and temperature == 0:
             raise UserError("--samples with --temperature 0 would say the same every time: raise one.")
-        manner = Manner(max_tokens, temperature, samples, seed, batch)
-        result = chat.evaluate_chat(chat.Options(model, named, split, max_per_task, manner, keep, files))
+        settings = ReplySettings(max_tokens, temperature, samples, seed, batch)
+        options = chat.ChatEvalOptions(model, named, split, max_per_task, settings, keep, files)
+        result = chat.evaluate_chat(options)
     show(result, as_json, tables.chat_table(result))
 
 

@@ -1,17 +1,17 @@
-"""Asking a model many questions at once: what it replies to each, or which letter it would choose.
+"""A model's replies to many questions at once: generated text, or the most likely letter of a multiple choice.
 
-A question with letters (multiple choice) is answered without generating: one forward pass over a batch of
-prompts, and the letter whose token is likeliest to come next. A letter may have several spellings in a
-vocabulary ("A", " A"), whose probabilities are added up; where it has no token of its own, whole answers are
-compared instead. Every other question is answered by the engine, many at a time, with the calculator at hand.
+A question with letters (multiple choice) needs no generation: one forward pass over a batch of prompts, and the
+letter whose token is most likely to come next. A letter can have several tokens in a vocabulary ("A", " A"),
+whose probabilities are summed; where it is no single token, whole answers are compared instead. Every other
+question goes to the engine, which generates many replies at a time and runs the calculator.
 
-What is asked and how it is drawn depends on the question alone: each has a seed of its own, made from its task
-and number. So in fp32 the answers do not depend on the batch or on how many other questions there are.
+A reply's prompt and random draws depend on its question alone: each question has its own seed, derived from its
+task and index. In fp32 the replies therefore depend on neither the batch size nor the other questions.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,74 +26,86 @@ from nanorun.text.chat import Part, parse_reply, render_prompt
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.tools.calls import ToolState
 
-CACHE_SHARE = 0.15  # of a GPU's memory, for the texts that are written at a time
-CACHE_BYTES = 2 * 2**30  # of a CPU's
-LONGEST_LETTER = 16  # tokens that are kept free for one
+KV_CACHE_SHARE = 0.15  # of a GPU's memory
+KV_CACHE_BYTES_CPU = 2 * 2**30
+MAX_LETTER_TOKENS = 16  # room in the context for the answer to a multiple choice
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How replies are made."""
-
+class ReplySettings:
     max_tokens: int = 512
-    temperature: float = 0.0  # 0: the likeliest
-    samples: int = 1  # replies to each question
+    temperature: float = 0.0  # 0: greedy
+    samples: int = 1  # replies per question
     seed: int = 0
     batch: int = 64  # questions at a time
 
 
 @dataclass(frozen=True)
-class Answer:
+class GradedReply:
+    """A line of the file of replies."""
+
     task: str
-    index: int  # the question's number in its task
+    index: int  # of the question in its task
     sample: int
     question: str
     reply: list[Part]
     finish: str  # stop, length, or letter
-    reward: float | None = field(default=None)  # None: not judged
+    reward: float | None = None  # None: not graded
 
 
-def answer_task(
+def generate_replies(
     model: GPT,
     tokenizer: Tokenizer,
     name: str,
     task: Task,
     indices: Sequence[int],
-    manner: Manner,
-    tick: Callable[[], None] = lambda: None,
-) -> list[Answer]:
-    """All answers to these questions of a task, in their order."""
+    settings: ReplySettings,
+    on_reply: Callable[[], None] = lambda: None,
+) -> list[GradedReply]:
+    """All replies to these questions of a task, in their order, not graded yet."""
     if task.letters is not None:
-        return _choose(model, tokenizer, name, task, indices, manner.batch, tick)
-    slots = fitting_slots(model.config, model.embed.weight.device, manner.batch, model.dtype.itemsize)
-    settings = Settings(slots=slots, tool_threads=0)
+        letters = _choose_letters(model, tokenizer, task, indices, settings.batch, on_reply)
+        return [
+            GradedReply(name, i, 0, question_text(task[i]), [{"type": "text", "text": letter}], "letter")
+            for i, letter in zip(indices, letters, strict=True)
+        ]
+    slots = max_slots(model.config, model.embed.weight.device, settings.batch, model.dtype.itemsize)
     requests = [
-        make_request(
-            prompt_of(task[i], tokenizer, model.config.context, manner.max_tokens),
+        reply_request(
+            question_prompt(task[i], tokenizer, model.config.context, settings.max_tokens),
             tokenizer,
-            Sampling(temperature=manner.temperature, seed=seed_of(manner.seed, name, i)),
-            manner.max_tokens,
-            manner.samples if manner.temperature else 1,
+            Sampling(temperature=settings.temperature, seed=derive_seed(settings.seed, name, i)),
+            settings.max_tokens,
+            settings.samples if settings.temperature else 1,
         )
         for i in indices
     ]
-    with Engine(model, tokenizer, settings) as engine:
-        replies = iter(engine.generate(requests, tick))
+    with Engine(model, tokenizer, Settings(slots=slots, tool_threads=0)) as engine:
+        replies = iter(engine.generate(requests, on_reply))
     return [
-        Answer(name, i, sample, asked(task[i]), parse_reply((r := next(replies)).ids, tokenizer), r.finish)
+        GradedReply(
+            name,
+            i,
+            sample,
+            question_text(task[i]),
+            parse_reply((r := next(replies)).ids, tokenizer),
+            r.finish,
+        )
         for i, request in zip(indices, requests, strict=True)
         for sample in range(request.samples)
     ]
 
 
-def prompt_of(conversation: Conversation, tokenizer: Tokenizer, context: int, max_tokens: int) -> list[int]:
-    """The question as tokens; one too long for the context and an answer loses its beginning."""
+def question_prompt(
+    conversation: Conversation, tokenizer: Tokenizer, context: int, max_tokens: int
+) -> list[int]:
+    """The question as tokens, truncated from the left to leave room for the reply in the context."""
     ids = render_prompt(question_messages(conversation), tokenizer)
-    most = context - min(max_tokens, context // 2)
-    return ids if len(ids) <= most else [tokenizer.bos, *ids[len(ids) - most + 1 :]]
+    limit = context - min(max_tokens, context // 2)
+    return ids if len(ids) <= limit else [tokenizer.bos, *ids[len(ids) - limit + 1 :]]
 
 
-def make_request(
+def reply_request(
     prompt: list[int],
     tokenizer: Tokenizer,
     sampling: Sampling,
@@ -101,7 +113,7 @@ def make_request(
     samples: int,
     logprobs: int | None = None,
 ) -> Request:
-    """Whatever begins another message ends a reply; a call of the tool does not."""
+    """Any special token that starts another message ends a reply; those of a tool call do not."""
     stops = [i for name, i in tokenizer.special.items() if "python" not in name and "output" not in name]
     return Request(
         prompt,
@@ -114,112 +126,113 @@ def make_request(
     )
 
 
-def seed_of(*parts: object) -> int:
-    """A seed that depends on nothing else; three bits are left free, for a seed of each sample behind it."""
+def derive_seed(*parts: object) -> int:
+    """A seed that is a hash of the parts; the top three bits are free for the seeds of a request's samples."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 3
 
 
-def asked(conversation: Conversation) -> str:
-    """A question as a person reads it."""
+def question_text(conversation: Conversation) -> str:
+    """A question as plain text."""
     messages = question_messages(conversation)
-    texts = [_text(message["content"]) for message in messages]
+    texts = [_content_text(message["content"]) for message in messages]
     if len(messages) == 1:
         return texts[0]
     return "\n\n".join(f"{m['role']}: {text}" for m, text in zip(messages, texts, strict=True))
 
 
-def fitting_slots(config: ModelConfig, device: torch.device, wanted: int, itemsize: int) -> int:
-    """How many texts are written at a time: as many as are wanted, where the cache has room for them."""
-    size = 2 * config.depth * config.kv_heads * config.head_dim * config.context * itemsize
-    room = float(CACHE_BYTES)
+def _content_text(content: str | Sequence[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def max_slots(config: ModelConfig, device: torch.device, requested: int, itemsize: int) -> int:
+    """The engine's slots: as many as requested, if their KV cache fits its share of memory."""
+    slot_bytes = 2 * config.depth * config.kv_heads * config.head_dim * config.context * itemsize
+    limit = float(KV_CACHE_BYTES_CPU)
     if device.type == "cuda":
-        room = CACHE_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return max(min(wanted, int(room / size)), 1)
+        limit = KV_CACHE_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return max(min(requested, int(limit / slot_bytes)), 1)
 
 
-def _choose(
+# -- multiple choice ---------------------------------------------------------------------------------
+
+
+def _choose_letters(
     model: GPT,
     tokenizer: Tokenizer,
-    name: str,
     task: Task,
     indices: Sequence[int],
     batch: int,
-    tick: Callable[[], None],
-) -> list[Answer]:
-    room = LONGEST_LETTER
-    prompts = [prompt_of(task[i], tokenizer, model.config.context, room) for i in indices]
+    on_reply: Callable[[], None],
+) -> list[str]:
+    prompts = [question_prompt(task[i], tokenizer, model.config.context, MAX_LETTER_TOKENS) for i in indices]
     letters = [letters_of(task, i) for i in indices]
     chosen = [""] * len(indices)
-    by_length = sorted(range(len(indices)), key=lambda at: len(prompts[at]))  # little padding
+    by_length = sorted(range(len(indices)), key=lambda n: len(prompts[n]))  # little padding
     for start in range(0, len(by_length), batch):
         part = by_length[start : start + batch]
-        found = choose_letters(model, tokenizer, [prompts[at] for at in part], [letters[at] for at in part])
-        for at, letter in zip(part, found, strict=True):
-            chosen[at] = letter
-            tick()
-    return [
-        Answer(name, i, 0, asked(task[i]), [{"type": "text", "text": letter}], "letter")
-        for i, letter in zip(indices, chosen, strict=True)
-    ]
+        found = choose_letters(model, tokenizer, [prompts[n] for n in part], [letters[n] for n in part])
+        for n, letter in zip(part, found, strict=True):
+            chosen[n] = letter
+            on_reply()
+    return chosen
 
 
 def letters_of(task: Task, index: int) -> Sequence[str]:
-    """A task may have questions with fewer choices than others, and say so by `letters_of(index)`."""
-    own: Any = getattr(task, "letters_of", None)
-    found: Sequence[str] = own(index) if own is not None else (task.letters or ())
-    return found
+    """A task whose questions differ in their number of choices implements `letters_of(index)`."""
+    method: Any = getattr(task, "letters_of", None)
+    letters: Sequence[str] = method(index) if method is not None else (task.letters or ())
+    return letters
 
 
 @torch.no_grad()
 def choose_letters(
     model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], letters: Sequence[Sequence[str]]
 ) -> list[str]:
-    """The likeliest of its letters for each prompt."""
-    logits = _next_logits(model, prompts)
+    """The most likely of its letters for each prompt."""
     chosen = []
-    for row, prompt, mine in zip(logits, prompts, letters, strict=True):
-        spellings = [_spellings(tokenizer, letter) for letter in mine]
-        if all(spellings) and len({ids[0] for ids in spellings}) == len(mine):
-            scores = torch.stack([row[ids].logsumexp(0) for ids in spellings])
+    for row, prompt, choices in zip(_next_logits(model, prompts), prompts, letters, strict=True):
+        tokens = [_letter_tokens(tokenizer, letter) for letter in choices]
+        if all(tokens) and len({ids[0] for ids in tokens}) == len(choices):
+            scores = torch.stack([row[ids].logsumexp(0) for ids in tokens])
         else:
-            scores = _whole_answers(model, tokenizer, prompt, mine)
-        chosen.append(mine[int(scores.argmax())])
+            scores = _answer_logprobs(model, tokenizer, prompt, choices)
+        chosen.append(choices[int(scores.argmax())])
     return chosen
 
 
-def _spellings(tokenizer: Tokenizer, letter: str) -> list[int]:
-    """The tokens that are this letter, the one that begins an answer first."""
-    ways = [tokenizer.encode(text) for text in (letter, f" {letter}")]
-    return list(dict.fromkeys(ids[0] for ids in ways if len(ids) == 1)) if len(ways[0]) == 1 else []
+def _letter_tokens(tokenizer: Tokenizer, letter: str) -> list[int]:
+    """The tokens that are this letter, without a leading space first; none if the letter is no single token."""
+    encodings = [tokenizer.encode(text) for text in (letter, f" {letter}")]
+    if len(encodings[0]) != 1:
+        return []
+    return list(dict.fromkeys(ids[0] for ids in encodings if len(ids) == 1))
 
 
 def _next_logits(model: GPT, rows: Sequence[Sequence[int]]) -> Tensor:
-    """fp32 logits (B, vocabulary) after the last token of each row. Attention is causal: padding is not seen."""
+    """fp32 logits (B, vocabulary) after the last token of each row. Attention is causal: it never sees padding."""
     device = model.embed.weight.device
     ends = torch.tensor([len(row) - 1 for row in rows], device=device)
-    hidden = model.hidden(padded(rows).to(device))[torch.arange(len(rows), device=device), ends]
+    hidden = model.hidden(pad_rows(rows).to(device))[torch.arange(len(rows), device=device), ends]
     z = model.head(hidden)[:, : model.config.vocab_size].float()
     cap = model.config.softcap
     return cap * torch.tanh(z / cap) if cap else z
 
 
-def _whole_answers(model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], letters: Sequence[str]) -> Tensor:
-    """The log-probability of each letter, with the end of the answer behind it."""
+def _answer_logprobs(
+    model: GPT, tokenizer: Tokenizer, prompt: Sequence[int], letters: Sequence[str]
+) -> Tensor:
+    """The log-probability of each letter followed by the end of the answer."""
     end = tokenizer.special["<|assistant_end|>"]
-    rows = [[*prompt, *tokenizer.encode(letter)[: LONGEST_LETTER - 1], end] for letter in letters]
-    tokens, device = padded(rows), model.embed.weight.device
+    rows = [[*prompt, *tokenizer.encode(letter)[: MAX_LETTER_TOKENS - 1], end] for letter in letters]
+    tokens, device = pad_rows(rows), model.embed.weight.device
     targets = torch.full_like(tokens[:, 1:], IGNORE)
     for i, row in enumerate(rows):
         targets[i, len(prompt) - 1 : len(row) - 1] = torch.tensor(row[len(prompt) :])
     return -model(tokens[:, :-1].to(device), targets.to(device), None, True).sum(1)
 
 
-def padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
-    """Rows of a length, (B, longest); what is behind a row's end is `fill`."""
+def pad_rows(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
+    """Rows padded on the right to one length, (B, longest)."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
-
-
-def _text(content: str | Sequence[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanorun.evals.replies import padded
+from nanorun.evals.replies import pad_rows
 from nanorun.model.gpt import GPT
 
 CHUNK_LOGITS = 2**25  # held at a time: 1,024 tokens of a vocabulary of 32,768
@@ -82,7 +82,7 @@ def micro_batches(rollouts: Sequence[Rollout], rows: int) -> list[RolloutTensors
 
 
 def _collate(rollouts: Sequence[Rollout]) -> RolloutTensors:
-    tokens = padded([[*rollout.prompt, *rollout.ids] for rollout in rollouts])
+    tokens = pad_rows([[*rollout.prompt, *rollout.ids] for rollout in rollouts])
     sampled = [
         (row * tokens.size(1) + len(r.prompt) + i - 1, r.ids[i], r.advantage, r.logprobs[i])
         for row, r in enumerate(rollouts)

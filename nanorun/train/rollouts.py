@@ -16,8 +16,15 @@ from typing import Any
 import torch
 
 from nanorun.errors import UserError
-from nanorun.evals.chat import chosen_questions, pass_at, reward_of
-from nanorun.evals.replies import Answer, asked, fitting_slots, make_request, prompt_of, seed_of
+from nanorun.evals.chat import checked_reward, pass_at_k, select_questions
+from nanorun.evals.replies import (
+    GradedReply,
+    derive_seed,
+    max_slots,
+    question_prompt,
+    question_text,
+    reply_request,
+)
 from nanorun.infer.engine import Engine, Reply, Request, Sampling, Settings
 from nanorun.model.gpt import GPT
 from nanorun.tasks.task import Task
@@ -63,7 +70,7 @@ class HeldOutResult:
     """Rewards on problems that are not trained on."""
 
     reward: float
-    pass_at: dict[str, float]
+    pass_at_k: dict[str, float]
     examples: list[dict[str, Any]]
     by_task: dict[str, float]  # the mean reward of each
 
@@ -72,11 +79,11 @@ class HeldOutResult:
         return {
             "val_reward": self.reward,
             **{f"val_reward_{task}": reward for task, reward in each.items()},
-            **{f"val_pass@{k}": fraction for k, fraction in self.pass_at.items()},
+            **{f"val_pass@{k}": fraction for k, fraction in self.pass_at_k.items()},
         }
 
     def sentence(self) -> str:
-        k, fraction = list(self.pass_at.items())[-1]
+        k, fraction = list(self.pass_at_k.items())[-1]
         return f"held-out reward {self.reward:.3f}, pass@{k} {fraction:.3f}"
 
 
@@ -107,7 +114,7 @@ class RolloutSource:
         self.held_out: list[tuple[str, Task, int]] = []
         per_task = -(-config.eval_problems // len(tasks))
         for spec, (_, task) in tasks.items():
-            self.held_out += [(spec, task, i) for i in chosen_questions(len(task), per_task)]
+            self.held_out += [(spec, task, i) for i in select_questions(len(task), per_task)]
         self.drawn = 0
         self.last_result: HeldOutResult | None = None
         if state is not None:
@@ -118,7 +125,7 @@ class RolloutSource:
                 )
             self.drawn = state["drawn"]
         batch = config.problems * config.samples
-        slots = fitting_slots(model.config, model.embed.weight.device, batch, model.dtype.itemsize)
+        slots = max_slots(model.config, model.embed.weight.device, batch, model.dtype.itemsize)
         self.engine = Engine(model, tokenizer, Settings(slots=slots, tool_threads=0))
 
     def __iter__(self) -> "RolloutSource":
@@ -129,7 +136,7 @@ class RolloutSource:
         numbers = range(self.drawn, self.drawn + self.config.problems)
         problems = [self.problem(number) for number in numbers]
         requests = [
-            self._make_request(self.tasks[spec], index, seed_of(self.seed, "rollout", number), logprobs=0)
+            self._make_request(self.tasks[spec], index, derive_seed(self.seed, "rollout", number), logprobs=0)
             for number, (spec, index) in zip(numbers, problems, strict=True)
         ]
         groups = []
@@ -145,14 +152,14 @@ class RolloutSource:
         epoch, at = divmod(number, len(self.problems))
         if self._order[0] != epoch:
             order = list(range(len(self.problems)))
-            random.Random(seed_of(self.seed, "order", epoch)).shuffle(order)
+            random.Random(derive_seed(self.seed, "order", epoch)).shuffle(order)
             self._order = epoch, order
         return self.problems[self._order[1][at]]
 
     def evaluate(self) -> HeldOutResult:
         """Rewards of rollouts of the held-out problems, sampled with the same seeds every time."""
         requests = [
-            self._make_request(task, index, seed_of(self.seed, "held out", spec, index))
+            self._make_request(task, index, derive_seed(self.seed, "held out", spec, index))
             for spec, task, index in self.held_out
         ]
         groups = zip(self.held_out, self._sample(requests), strict=True)
@@ -163,7 +170,7 @@ class RolloutSource:
             by_task.setdefault(reply.task, []).append(reward)
         self.last_result = HeldOutResult(
             sum(rewards) / len(rewards),
-            pass_at([rewards[i : i + n] for i in range(0, len(rewards), n)]),
+            pass_at_k([rewards[i : i + n] for i in range(0, len(rewards), n)]),
             [asdict(reply) for reply in graded[:: 3 * n + 1][:8]],
             {spec: sum(each) / len(each) for spec, each in by_task.items()},
         )
@@ -180,10 +187,10 @@ class RolloutSource:
 
     def _make_request(self, task: Task, index: int, seed: int, logprobs: int | None = None) -> Request:
         config = self.config
-        prompt = prompt_of(task[index], self.tokenizer, self.model.config.context, config.max_tokens)
+        prompt = question_prompt(task[index], self.tokenizer, self.model.config.context, config.max_tokens)
         # No top-k or top-p: rollouts must come from the distribution that the loss is computed for.
         sampling = Sampling(temperature=config.temperature, seed=seed)
-        return make_request(prompt, self.tokenizer, sampling, config.max_tokens, config.samples, logprobs)
+        return reply_request(prompt, self.tokenizer, sampling, config.max_tokens, config.samples, logprobs)
 
     def _sample(self, requests: Sequence[Request]) -> list[list[Reply]]:
         """The replies to each request."""
@@ -194,10 +201,10 @@ class RolloutSource:
         torch.set_num_threads(torch.get_num_threads())
         return [replies[i : i + n] for i in range(0, len(replies), n)]
 
-    def _grade(self, spec: str, task: Task, index: int, reply: Reply) -> Answer:
+    def _grade(self, spec: str, task: Task, index: int, reply: Reply) -> GradedReply:
         parts = parse_reply(reply.ids, self.tokenizer)
-        answer = Answer(spec, index, 0, asked(task[index]), parts, reply.finish)
-        return replace(answer, reward=reward_of(task, spec, answer))
+        answer = GradedReply(spec, index, 0, question_text(task[index]), parts, reply.finish)
+        return replace(answer, reward=checked_reward(task, answer))
 
 
 def _rollout(prompt: list[int], reply: Reply, reward: float, advantage: float) -> Rollout:

@@ -24,8 +24,7 @@ from nanorun.console import say
 from nanorun.data.conversations import Conversations, render_all
 from nanorun.data.rows import RowOrder, count_rows
 from nanorun.errors import UserError
-from nanorun.evals.chat import Options as ExamOptions
-from nanorun.evals.chat import examiner, open_tasks
+from nanorun.evals.chat import ChatEvalOptions, chat_evaluator, open_tasks
 from nanorun.infer.load import newest_checkpoint
 from nanorun.model.attention import choose_backends
 from nanorun.runs import Run, newest_run, read_config, read_metrics
@@ -170,8 +169,8 @@ def exam_on_the_way(choices: Choices, tokenizer: Tokenizer, data: str) -> loop.E
     """ChatCORE on a few questions of each task that is here and that this machine can judge."""
     if not choices.chat_every:
         return None
-    tasks = open_tasks(ExamOptions(folder=choices.folder), data)
-    return loop.Exam(choices.chat_every, examiner(tokenizer, tasks, choices.chat_problems))
+    tasks = open_tasks(ChatEvalOptions(folder=choices.folder), data)
+    return loop.Exam(choices.chat_every, chat_evaluator(tokenizer, tasks, choices.chat_problems))
 
 
 def tell(learned: Conversations, context: int) -> None:

@@ -5,8 +5,6 @@ import json
 import math
 import random
 import signal
-import sys
-import types
 
 import pytest
 import torch
@@ -26,8 +24,16 @@ from small_tasks import (
 from nanorun import cli, tables
 from nanorun.errors import UserError
 from nanorun.evals import chat, replies
-from nanorun.evals.chat import Options, chosen_questions, evaluate_chat, judge_file, pass_at, wilson
-from nanorun.evals.replies import Manner, answer_task, choose_letters, seed_of
+from nanorun.evals.chat import (
+    ChatEvalOptions,
+    evaluate_chat,
+    grade_file,
+    pass_at_k,
+    select_questions,
+    wilson_interval,
+)
+from nanorun.evals.replies import ReplySettings, choose_letters, derive_seed, generate_replies
+from nanorun.tasks import catalogue
 from nanorun.text.chat import render_prompt
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -41,9 +47,7 @@ def model():
 @pytest.fixture(autouse=True)
 def world(home, model, monkeypatch):
     """A home with the model as a run, and names for the small tasks."""
-    names = types.ModuleType("nanorun.tasks.catalogue")
-    names.open_task = open_task
-    monkeypatch.setitem(sys.modules, "nanorun.tasks.catalogue", names)
+    monkeypatch.setattr(catalogue, "open_task", open_task)
     furnish(home, model)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -64,22 +68,24 @@ def lines(path):
 
 
 def test_the_same_checkpoint_twice_gives_the_same_numbers(world):
-    for manner in (Manner(max_tokens=12), Manner(max_tokens=12, temperature=1.0, samples=3)):
-        one, other = (evaluate_chat(Options(tasks=TASKS, manner=manner)) for _ in range(2))
+    for settings in (ReplySettings(max_tokens=12), ReplySettings(max_tokens=12, temperature=1.0, samples=3)):
+        one, other = (evaluate_chat(ChatEvalOptions(tasks=TASKS, settings=settings)) for _ in range(2))
         assert figures(one) == figures(other)
         by_name = {row["task"]: row for row in one["tasks"]}
         assert by_name["pick"]["by"] == "letters"
         assert by_name["sum"]["by"] == "generation"
         assert all(row["n"] == 40 for row in by_name.values())
         assert 0 < by_name["echo"]["accuracy"] < 1
-        assert (by_name["sum"]["pass"] is None) == (manner.samples == 1)
+        assert (by_name["sum"]["pass"] is None) == (settings.samples == 1)
 
 
 def test_batches_of_1_and_of_64_give_the_same_greedy_answers(world, model):
     for name in TASKS:
         task = open_task(name, "test")
         found = [
-            answer_task(model, byte_tokenizer(), name, task, range(40), Manner(max_tokens=12, batch=batch))
+            generate_replies(
+                model, byte_tokenizer(), name, task, range(40), ReplySettings(max_tokens=12, batch=batch)
+            )
             for batch in (1, 3, 64)
         ]
         assert found[0] == found[1] == found[2]
@@ -88,18 +94,20 @@ def test_batches_of_1_and_of_64_give_the_same_greedy_answers(world, model):
 
 
 def test_what_is_sampled_for_a_question_does_not_depend_on_the_others(model):
-    manner = Manner(max_tokens=8, temperature=1.0, samples=2, seed=4)
+    settings = ReplySettings(max_tokens=8, temperature=1.0, samples=2, seed=4)
     task, tokenizer = open_task("echo", "test"), byte_tokenizer()
-    every = {(a.index, a.sample): a for a in answer_task(model, tokenizer, "echo", task, range(40), manner)}
-    few = answer_task(model, tokenizer, "echo", task, [30, 7], manner)
+    every = {
+        (a.index, a.sample): a for a in generate_replies(model, tokenizer, "echo", task, range(40), settings)
+    }
+    few = generate_replies(model, tokenizer, "echo", task, [30, 7], settings)
     assert [(a.index, a.sample) for a in few] == [(30, 0), (30, 1), (7, 0), (7, 1)]
     assert all(every[answer.index, answer.sample] == answer for answer in few)
-    other = answer_task(model, tokenizer, "echo", task, range(40), Manner(8, 1.0, 2, seed=5))
+    other = generate_replies(model, tokenizer, "echo", task, range(40), ReplySettings(8, 1.0, 2, seed=5))
     assert list(every.values()) != other
 
 
 def test_figures_are_means_centred_by_guessing(world):
-    result = evaluate_chat(Options(tasks=TASKS, manner=Manner(max_tokens=12)))
+    result = evaluate_chat(ChatEvalOptions(tasks=TASKS, settings=ReplySettings(max_tokens=12)))
     kept = lines(world / "runs" / "tiny-sft" / "chat-000007.jsonl")
     assert result["replies"].endswith("chat-000007.jsonl")
     assert kept[0]["model"] == "tiny-sft"
@@ -123,20 +131,20 @@ def test_figures_are_means_centred_by_guessing(world):
 
 def test_wilson_intervals_are_those_of_the_tables():
     for share, n, low, high in ((0.5, 10, 0.2366, 0.7634), (0.0, 10, 0.0, 0.2775), (0.9, 50, 0.7864, 0.9565)):
-        assert wilson(share, n) == pytest.approx((low, high), abs=1e-4)
-    assert wilson(1.0, 3)[1] == pytest.approx(1.0)
+        assert wilson_interval(share, n) == pytest.approx((low, high), abs=1e-4)
+    assert wilson_interval(1.0, 3)[1] == pytest.approx(1.0)
     dice = random.Random(1)
     inside = 0
     for _ in range(2000):
         right = sum(dice.random() < 0.8 for _ in range(60))
-        low, high = wilson(right / 60, 60)
+        low, high = wilson_interval(right / 60, 60)
         inside += low <= 0.8 <= high
     assert 0.93 < inside / 2000 < 0.97
 
 
 def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
     rewards = [[1.0, 0.0, 0.0, 1.0, 0.5, 0.0], [0.0] * 6, [1.0] * 6]
-    found = pass_at(rewards)
+    found = pass_at_k(rewards)
     assert list(found) == ["1", "2", "4", "6"]
     for k, share in found.items():
         chances = [
@@ -147,12 +155,12 @@ def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
 
 
 def test_a_few_questions_are_from_all_over_the_task_and_always_the_same():
-    few = chosen_questions(1000, 50)
-    assert few == chosen_questions(1000, 50)
+    few = select_questions(1000, 50)
+    assert few == select_questions(1000, 50)
     assert len(set(few)) == 50
     assert min(few) < 100 < 900 < max(few)
-    assert set(few) < set(chosen_questions(1000, 200))
-    assert chosen_questions(3, 50) == [0, 1, 2]
+    assert set(few) < set(select_questions(1000, 200))
+    assert select_questions(3, 50) == [0, 1, 2]
 
 
 # -- letters -----------------------------------------------------------------------------------------
@@ -160,7 +168,7 @@ def test_a_few_questions_are_from_all_over_the_task_and_always_the_same():
 
 def test_letters_are_chosen_without_generating(world, monkeypatch):
     monkeypatch.setattr(replies, "Engine", lambda *_: pytest.fail("it was used"))
-    result = evaluate_chat(Options(tasks=["pick"], max_per_task=20))
+    result = evaluate_chat(ChatEvalOptions(tasks=["pick"], max_per_task=20))
     assert result["tasks"][0]["n"] == 20
     assert {line["reply"][0]["text"] for line in lines(world / "runs/tiny-sft/chat-000007.jsonl")[1:]} <= {
         "A",
@@ -193,8 +201,8 @@ def test_the_letter_is_the_likeliest_however_it_is_spelled(model):
     spaced = Tokenizer(
         "spaced", r" ?\S+|\s+", ranks | {b"\xff": 256}, {n: 257 + i for i, n in enumerate(SPECIAL_TOKENS)}
     )
-    assert replies._spellings(spaced, "b") == [ord("b"), 255]
-    assert replies._spellings(spaced, "c") == [ord("c")]
+    assert replies._letter_tokens(spaced, "b") == [ord("b"), 255]
+    assert replies._letter_tokens(spaced, "c") == [ord("c")]
 
 
 def test_a_question_may_have_fewer_letters_than_others(model):
@@ -202,7 +210,7 @@ def test_a_question_may_have_fewer_letters_than_others(model):
         def letters_of(self, index):
             return "A" if index % 2 else "B"
 
-    answers = answer_task(model, byte_tokenizer(), "uneven", Uneven("test"), range(6), Manner())
+    answers = generate_replies(model, byte_tokenizer(), "uneven", Uneven("test"), range(6), ReplySettings())
     assert [answer.reply[0]["text"] for answer in answers] == list("BABABA")
 
 
@@ -216,9 +224,9 @@ def test_questions_longer_than_the_context_lose_their_beginning(model):
     for letters in (None, "AB"):
         task = Long("test")
         task.letters = letters
-        [answer] = answer_task(model, byte_tokenizer(), "long", task, [0], Manner(max_tokens=8))
+        [answer] = generate_replies(model, byte_tokenizer(), "long", task, [0], ReplySettings(max_tokens=8))
         assert answer.reply
-    prompt = replies.prompt_of(task[0], byte_tokenizer(), 32, 8)
+    prompt = replies.question_prompt(task[0], byte_tokenizer(), 32, 8)
     assert len(prompt) == 24
     assert prompt[0] == byte_tokenizer().bos
     assert byte_tokenizer().decode(prompt).endswith("a<|user_end|><|assistant_start|>")
@@ -229,12 +237,14 @@ def test_questions_longer_than_the_context_lose_their_beginning(model):
 
 def test_answers_are_kept_here_and_judged_there(world, tmp_path, monkeypatch, capsys):
     tasks = ("echo", "sandboxed", "pick")
-    whole = evaluate_chat(Options(tasks=tasks, manner=Manner(max_tokens=8)))
+    whole = evaluate_chat(ChatEvalOptions(tasks=tasks, settings=ReplySettings(max_tokens=8)))
     monkeypatch.setattr(Sandboxed, "here", False)
     with pytest.raises(UserError, match="--keep FILE"):
-        evaluate_chat(Options(tasks=tasks, manner=Manner(max_tokens=8)))
+        evaluate_chat(ChatEvalOptions(tasks=tasks, settings=ReplySettings(max_tokens=8)))
     file = tmp_path / "answers.jsonl"
-    kept = evaluate_chat(Options(tasks=tasks, manner=Manner(max_tokens=8), keep=file))
+    kept = evaluate_chat(
+        ChatEvalOptions(tasks=tasks, settings=ReplySettings(max_tokens=8), replies_file=file)
+    )
     assert "sandboxed waits to be judged" in capsys.readouterr().err
     assert kept["unjudged"] == ["sandboxed"]
     assert kept["chatcore"] is None
@@ -244,7 +254,7 @@ def test_answers_are_kept_here_and_judged_there(world, tmp_path, monkeypatch, ca
     assert rewards["echo"] is not None
     before = file.read_bytes()
     monkeypatch.setattr(Sandboxed, "here", True)
-    judged = judge_file(file)
+    judged = grade_file(file)
     assert figures(judged) == figures(whole)
     assert (judged["model"], judged["step"]) == ("tiny-sft", 7)
     assert file.read_bytes() == before
@@ -253,18 +263,18 @@ def test_answers_are_kept_here_and_judged_there(world, tmp_path, monkeypatch, ca
 
 def test_answers_to_other_questions_are_not_judged(world, tmp_path, monkeypatch):
     file = tmp_path / "answers.jsonl"
-    evaluate_chat(Options(tasks=["echo"], max_per_task=5, keep=file))
+    evaluate_chat(ChatEvalOptions(tasks=["echo"], max_per_task=5, replies_file=file))
     monkeypatch.setattr(Echo, "ask", staticmethod(lambda dice: "zz"))
-    with pytest.raises(UserError, match="is another one here"):
-        judge_file(file)
+    with pytest.raises(UserError, match="differs here"):
+        grade_file(file)
 
 
 def test_a_file_cannot_have_code_run_that_nobody_named(world, tmp_path):
     file, code = tmp_path / "answers.jsonl", f"{HERE}:Echo"
-    kept = evaluate_chat(Options(tasks=[code], max_per_task=5, keep=file))
+    kept = evaluate_chat(ChatEvalOptions(tasks=[code], max_per_task=5, replies_file=file))
     with pytest.raises(UserError, match=f"add --tasks {code}"):
-        judge_file(file)
-    assert figures(judge_file(file, [code])) == figures(kept)
+        grade_file(file)
+    assert figures(grade_file(file, [code])) == figures(kept)
 
 
 @pytest.mark.parametrize(
@@ -273,14 +283,14 @@ def test_a_file_cannot_have_code_run_that_nobody_named(world, tmp_path):
 def test_a_file_of_something_else_is_a_sentence(tmp_path, text):
     (tmp_path / "file").write_text(text)
     with pytest.raises(UserError, match="is not what eval chat --keep writes"):
-        judge_file(tmp_path / "file")
+        grade_file(tmp_path / "file")
 
 
 @pytest.mark.parametrize("reward", [1.5, -0.1, float("nan")])
 def test_a_reward_out_of_bounds_is_a_sentence(world, monkeypatch, reward):
     monkeypatch.setattr(Echo, "reward", lambda *_: reward)
     with pytest.raises(UserError, match="from 0 to 1"):
-        evaluate_chat(Options(tasks=["echo"], max_per_task=2))
+        evaluate_chat(ChatEvalOptions(tasks=["echo"], max_per_task=2))
 
 
 # -- the command line --------------------------------------------------------------------------------
@@ -318,22 +328,22 @@ def test_a_mistake_is_one_sentence_and_code_2(world, args, words, mistake):
 
 
 def test_tasks_of_chatcore_that_are_not_here_are_left_out(world, monkeypatch, capsys):
-    monkeypatch.setattr(chat, "SAMPLE", ("echo", "absent", "pick"))
+    monkeypatch.setattr(chat, "SAMPLE_TASKS", ("echo", "absent", "pick"))
 
     def some(spec, split, *_):
         if spec == "absent":
             raise UserError("Its files are not here.")
         return open_task(spec, split)
 
-    monkeypatch.setattr(sys.modules["nanorun.tasks.catalogue"], "open_task", some)
-    result = evaluate_chat(Options(max_per_task=4))
+    monkeypatch.setattr(catalogue, "open_task", some)
+    result = evaluate_chat(ChatEvalOptions(max_per_task=4))
     assert [row["task"] for row in result["tasks"]] == ["echo", "pick"]
     assert "left out: Its files are not here." in capsys.readouterr().err
-    monkeypatch.setattr(chat, "SAMPLE", ("absent",))
+    monkeypatch.setattr(chat, "SAMPLE_TASKS", ("absent",))
     with pytest.raises(UserError, match="not here"):
-        evaluate_chat(Options())
+        evaluate_chat(ChatEvalOptions())
 
 
 def test_seeds_have_room_for_samples():
-    assert all(0 <= seed_of(a, "x", b) < 2**61 for a in range(50) for b in range(50))
-    assert len({seed_of(0, "x", b) for b in range(1000)}) == 1000
+    assert all(0 <= derive_seed(a, "x", b) < 2**61 for a in range(50) for b in range(50))
+    assert len({derive_seed(0, "x", b) for b in range(1000)}) == 1000

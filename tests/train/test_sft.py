@@ -409,7 +409,7 @@ def test_chatcore_on_the_way_leaves_out_what_cannot_be_judged_here(world):
 
     model = load_model("tiny-base").model
     tasks = {"facts": SampleQuestions("sample-facts"), "program": Program("sample-sums")}
-    marks = chat.examiner(open_tokenizer("sample"), tasks, 2)(model)
+    marks = chat.chat_evaluator(open_tokenizer("sample"), tasks, 2)(model)
     assert marks.figures().keys() == {"chatcore", "chat_facts"}
     assert marks.sentence().startswith("ChatCORE 0.000 (facts 0%)")
 
