@@ -1,16 +1,15 @@
-"""The kernels of a decode step on this GPU: right, and how fast, one by one and together.
+"""The kernels of a decode step on this GPU: error and speed, one by one and together.
 
     python benchmarks/decode_kernels.py
     python benchmarks/decode_kernels.py --depths 12 --batches 1 128 --context 1024
 
 Every figure is the median of CUDA-graph replays. A kernel alone is timed back to back over enough copies of
-its weights (or slots of the cache) that none is still in L2, so its GB/s are of device memory; with
-programmatic launch such a chain overlaps as a step does. Each kernel is tried with a few tilings, the step
-with the tilings chosen in `step.tune` ("default") and then "tuned": each kernel in turn given the tiling
-that makes the step fastest, which need not be the one fastest alone. A helper process for each model and
-batch compiles ahead into Triton's cache, which the timing process then finds full; what is not compiled or
-measured in --seconds is left out, and said. Prints a table of the best tilings (--all: of every one) and
-last one JSON line with the steps; --save keeps everything.
+its weights (or slots of the cache) to exceed L2, so its GB/s are those of device memory; with programmatic
+dependent launch (PDL) such a chain overlaps as a step does. Each kernel is timed with a few tilings; the step with
+the tilings of `step.tune` ("default") and then "tuned": each kernel in turn gets the tiling that makes the step
+fastest, which can differ from the one fastest alone. A worker process for each model and batch size first compiles
+into Triton's cache; what is not compiled or measured within --seconds is skipped, with a note. Prints a table of the
+best tilings (--all: every one) and, last, one JSON line with the steps; --save writes everything to a file.
 """
 
 import argparse
@@ -50,7 +49,7 @@ class Candidate:
     call: Callable[[int], Any]  # launches the kernel on the i-th copy of its data
     copies: int
     choice: Any = None  # the Tile or Split, for the tuned step
-    way: str = ""  # of doing matrices
+    way: str = ""  # how GEMMs are computed: rows, tiles or cublas
 
 
 def replay_us(launches: Callable[[], Any], count: int, replays: int = 15) -> float:
@@ -218,18 +217,18 @@ def candidates(weights: DecodeWeights, batch: int, context: int, pdl: bool) -> l
     small: dict[str, Callable[[int], Any]] = {}
     if batch > 8:
         small["residual_norm"] = lambda i: residual_norm(x, narrow, extra, normed, pdl=pdl)
-        ones = torch.ones_like(h)  # the fixed point of what is done in place
+        ones = torch.ones_like(h)  # a fixed point of this in-place kernel
         small["relu2"] = lambda i: relu2_(ones, pdl=pdl)
         small["softcap"] = lambda i: softcap(raw, logits, 15.0, pdl=pdl)
     made += [Candidate(name, "", 0, call, 20) for name, call in small.items()]
-    torch.cuda.synchronize()  # a kernel launched ahead reads slots and positions before it waits for anyone
+    torch.cuda.synchronize()  # a kernel launched with PDL reads slots and positions before it waits
     return made
 
 
 def tuned_step(
     base: Tuning, tried: list[Candidate], time_of: Callable[[Tuning], float], deadline: float
 ) -> Tuning:
-    """Each kernel's tiling in turn set to what makes the whole step fastest."""
+    """Set each kernel's tiling in turn to the one that makes the whole step fastest."""
     best, best_us = base, time_of(base)
     for candidate in tried:
         if time.monotonic() > deadline:
@@ -261,7 +260,7 @@ def step_us(weights: DecodeWeights, cache: RingCache, batch: int, context: int, 
 
 
 def run_once(weights: DecodeWeights, cache: RingCache, batch: int, tuning: Tuning) -> float:
-    """For its compiling alone."""
+    """Only to compile the kernels."""
     rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
     decode_step(weights, cache, rows, rows, rows, tuning=tuning)
     return 0.0
@@ -283,7 +282,7 @@ def step_error(weights: DecodeWeights, cache: RingCache, batch: int, tuning: Tun
 
 
 def step_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Weights once, and the keys and values that are seen."""
+    """Bytes that a step reads: the weights, and the keys and values within each layer's window."""
     seen = sum(min(config.window(layer), context) for layer in range(config.depth))
     return 2 * config.scaling_parameters + batch * seen * 2 * config.kv_heads * config.head_dim * 2
 
@@ -385,25 +384,25 @@ def main() -> None:
     )
     parser.add_argument("--depths", type=int, nargs="+", default=[12, 20])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--context", type=int, default=1024, help="tokens in each row")
+    parser.add_argument("--context", type=int, default=1024, help="tokens in each sequence")
     parser.add_argument("--seconds", type=float, default=85.0, help="sweeps stop after this long")
     parser.add_argument("--all", action="store_true", help="print every tiling, not only the best")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("This measures a GPU, and there is none here.")
+        sys.exit("No GPU found.")
     begin = time.monotonic()
     cells = [(depth, batch) for depth in args.depths for batch in args.batches]
     if not args.compile_only:
         command = [sys.executable, __file__, "--compile-only", "--seconds", str(args.seconds / 2)]
-        helpers = [
+        workers = [
             subprocess.Popen([*command, "--depths", str(depth), "--batches", str(batch)])
             for depth, batch in cells
         ]
-        for helper in helpers:
-            helper.wait()
-        print(f"{len(cells)} helpers compiled for {time.monotonic() - begin:.0f} s", flush=True)
+        for worker in workers:
+            worker.wait()
+        print(f"{len(cells)} workers compiled for {time.monotonic() - begin:.0f} s", flush=True)
     found: list[dict[str, Any]] = []
     weights: DecodeWeights | None = None
     for left, (depth, batch) in zip(range(len(cells), 0, -1), cells, strict=True):
@@ -422,9 +421,9 @@ def main() -> None:
     write_result(result, args.save)
     steps = [row for row in found if row["kernel"] in ("STEP", "ERROR")]
     print(json.dumps({**result, "rows": steps}, ensure_ascii=False), flush=True)
-    wrong = [row for row in steps if row.get("error", 0.0) > 0.03]
-    if wrong:
-        sys.exit(f"{len(wrong)} steps disagree with float64 by more than 3%.")
+    inaccurate = [row for row in steps if row.get("error", 0.0) > 0.03]
+    if inaccurate:
+        sys.exit(f"{len(inaccurate)} steps differ from float64 by more than 3%.")
 
 
 if __name__ == "__main__":

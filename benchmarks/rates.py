@@ -1,27 +1,27 @@
-"""Matmuls as a d12 makes them and the kernels around them, each alone, with a cold cache, by CUDA events.
+"""The GEMMs of a d12 and the kernels around them, each measured alone, with a cold cache, by CUDA events.
 
     python benchmarks/speed.py WORK --parts rates
 
-What docs/speed.md predicts is made of such rates (nanorun/bench/budget.py). In training, where the card has no rest
-between kernels, they are lower.
+The predictions in docs/speed.md are computed from such rates (nanorun/bench/budget.py). In training, where the GPU
+does not idle between kernels, they are lower.
 """
 
 from typing import Any
 
 
-def measured_rates() -> dict[str, Any]:
-    """TFLOP/s of the matmuls; microseconds and TB/s of the kernels."""
+def measure_rates() -> dict[str, Any]:
+    """TFLOP/s of the GEMMs; microseconds and TB/s of the kernels."""
     import torch
 
     from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm, rope_norm8, stream
     from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
 
     tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
-    flush = torch.empty(2**27, device="cuda")  # 512 MiB, so that nothing is found in the cache
+    flush = torch.empty(2**27, device="cuda")  # writing 512 MiB empties the L2 cache
 
     def microseconds(call: Any, times: int = 8) -> float:
         call()
-        took = []
+        times = []
         for _ in range(times):
             flush.zero_()
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -29,8 +29,8 @@ def measured_rates() -> dict[str, Any]:
             call()
             after.record()
             torch.cuda.synchronize()
-            took.append(1e3 * before.elapsed_time(after))
-        return sorted(took)[len(took) // 2]
+            times.append(1e3 * before.elapsed_time(after))
+        return sorted(times)[len(times) // 2]
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, device="cuda").bfloat16()
@@ -46,7 +46,7 @@ def measured_rates() -> dict[str, Any]:
         x8, w8 = x.to(fp8.E4M3), w.to(fp8.E4M3)
         xt8, wt8 = x.T.contiguous().to(fp8.E4M3), w.T.contiguous().to(fp8.E4M3)
         g8, gt8 = g.to(fp8.E5M2), g.T.contiguous().to(fp8.E5M2)
-        calls = {
+        calls: dict[str, Any] = {
             "bf16 forward": lambda x=x, w=w: x @ w.T,
             "bf16 dx": lambda g=g, w=w: g @ w,
             "bf16 dw": lambda g=g, x=x: g.T @ x,
@@ -88,10 +88,10 @@ def measured_rates() -> dict[str, Any]:
     inverses, steepest = rope_norm8.turn_in_place(*turned, *nothing)
     gradients = [random(tokens, heads, 128) for _ in "qkv"]
     table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
-    common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # as in text, some tokens are everywhere
+    common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # some tokens are frequent, as in text
     gate = random(tokens, heads)
-    kernels = []
-    for name, moved, call in (
+    kernels: list[dict[str, Any]] = []
+    measurements: tuple[tuple[str, float, Any], ...] = (  # name, bytes moved, the call
         ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
         ("measure", 2 * narrow / fp8.every(tokens), lambda: fp8.measure(x)),
         ("quantize", 4 * narrow, lambda: fp8.quantize(x, parts, 0.0, fp8.E5M2)),
@@ -148,7 +148,8 @@ def measured_rates() -> dict[str, Any]:
             6 * whole,
             lambda: softcap_loss_fp8(logits, targets, 15.0, vocab, losses, dz, dzt, 0),
         ),
-    ):
+    )
+    for name, moved, call in measurements:
         try:
             us = microseconds(call)
             kernels.append({"name": name, "us": round(us, 1), "tb_s": round(moved / us / 1e6, 2)})

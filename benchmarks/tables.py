@@ -1,15 +1,15 @@
-"""Measurements as tables: what the bench scripts print, and what stands in the README and the docs.
+"""Measurements as Markdown tables, which the benchmark scripts print and the README and the docs contain.
 
-    python benchmarks/tables.py            write the tables in README.md and docs/*.md anew from benchmarks/results/
-    python benchmarks/tables.py --check    exit 1 if one of them does not say what its file says
+    python benchmarks/tables.py            regenerate the tables in README.md and docs/*.md from benchmarks/results/
+    python benchmarks/tables.py --check    exit 1 if one of them differs from its result file
 
-A page names the file whose table it wants between two comments, and the lines in between are ours:
+A page names a result file between two comments, and the lines in between are generated:
 
     <!-- table: loader-cpu.json -->
     <!-- end of table -->
 
-`<!-- table: loader-cpu.json brief -->` asks for the rows that matter most; several files of a kind are one table,
-side by side.
+`<!-- table: loader-cpu.json brief -->` shows only the rows that matter most; several files of one kind make one
+table.
 """
 
 import json
@@ -27,7 +27,7 @@ PLACE = re.compile(
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table that reads well as plain text too; columns of figures stand to the right."""
+    """A table that is readable as plain text too; columns of numbers are right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     right = [all(re.match(r"[\d.,]+", row[i]) for row in cells) for i in range(len(header))]
     widths = [max(3, *(len(row[i]) for row in [list(header), *cells])) for i in range(len(header))]
@@ -49,12 +49,12 @@ def loader(result: dict[str, Any]) -> str:
         ],
     )
     packing = markdown(
-        ["packing", "context", "cut tails", "tokens lost", "pieces/document", "ms to plan 1 M tokens"],
+        ["packing", "context", "cut tails", "tokens lost", "pieces/document", "ms to pack 1 M tokens"],
         [
             [
                 p["packing"],
                 p["context"],
-                "come back" if p["reuse_tails"] else "dropped",
+                "reused" if p["reuse_tails"] else "dropped",
                 f"{p['lost_percent']:.2f}%",
                 f"{p['pieces_per_document']:.2f}",
                 f"{1e3 * p['plan_s_per_million_tokens']:.2f}",
@@ -107,10 +107,10 @@ def train(*results: dict[str, Any]) -> str:
         return "–" if seconds is None else f"{seconds:.0f}"  # a quick measurement has no cold start
 
     rows = markdown(
-        ["model", "at", "tokens/s", "MFU", "GiB at the peak", "s to the first step, cold", "warm"],
+        ["model", "commit", "tokens/s", "MFU", "peak GiB", "s to the first step, cold", "warm"],
         [
             [
-                f"d{result['depth']}, {result['batch_tokens']:,}-token steps, {result['device_batch']} rows at a time",
+                f"d{result['depth']}, {result['batch_tokens']:,} tokens/step, {result['device_batch']} rows at once",
                 result["commit"][:7],
                 f"{result['tokens_per_s']:,}",
                 f"{result['mfu']:.1%}",
@@ -128,7 +128,7 @@ def levers(result: dict[str, Any]) -> str:
     rows = [*result["rows"], *result.get("depths", [])]
     best = result["rows"][0]["tokens_per_s"] if result["rows"] else 1
     table = markdown(
-        ["variant", "tokens/s", "of all on", "MFU", "GiB at the peak", "loss after the last step"],
+        ["variant", "tokens/s", "relative to all on", "MFU", "peak GiB", "loss after the last step"],
         [
             [
                 row["name"],
@@ -146,7 +146,7 @@ def levers(result: dict[str, Any]) -> str:
 
 
 def budget(result: dict[str, Any]) -> str:
-    """Nanoseconds a token by part; what was not measured is a dash."""
+    """Nanoseconds per token by part; a dash where nothing was measured."""
     variants = result["variants"]
     names = list(variants)
     columns = [(name, kind) for name in names for kind in ("predicted", "measured")]
@@ -163,7 +163,7 @@ def budget(result: dict[str, Any]) -> str:
     for column in columns:
         known = [v for part in parts if (v := value(part, *column)) is not None]
         sums.append(sum(known) if known else None)
-    rows.append(["sum, ns a token", *map(shown, sums)])
+    rows.append(["sum, ns/token", *map(shown, sums)])
     rows.append(["tokens/s", *(shown(1e9 / total if total else None) for total in sums)])
     table = markdown([f"d{result['depth']}", *(f"{name}, {kind}" for name, kind in columns)], rows)
     if not any(value(part, name, "measured") for part in parts for name in names):
@@ -175,7 +175,7 @@ def budget(result: dict[str, Any]) -> str:
 def same_loss(result: dict[str, Any]) -> str:
     finals = result["final"]
     table = markdown(
-        ["seed", "plain bf16", "every fast path on", "difference"],
+        ["seed", "plain bf16", "all optimizations", "difference"],
         [
             [
                 seed,
@@ -190,13 +190,13 @@ def same_loss(result: dict[str, Any]) -> str:
     mean = f"Mean difference {result['mean_difference']:+.4f}" + (
         f" ± {error:.4f}" if error is not None else ""
     )
-    earlier = f" The plain runs are those of {result['bf16_of']}." if "bf16_of" in result else ""
-    return f"{table}\n\n{mean} nats a token after {result['tokens']:,} tokens.{earlier} {footer(result)}"
+    earlier = f" The bf16 runs were made at {result['bf16_of']}." if "bf16_of" in result else ""
+    return f"{table}\n\n{mean} nats/token after {result['tokens']:,} tokens.{earlier} {footer(result)}"
 
 
 def core_speed(result: dict[str, Any]) -> str:
     rows = markdown(
-        ["CORE", "seconds", "examples/s", "times faster", "M tokens read", "padding"],
+        ["CORE", "seconds", "examples/s", "speedup", "M tokens read", "padding"],
         [
             [
                 row["way"],
@@ -212,8 +212,8 @@ def core_speed(result: dict[str, Any]) -> str:
     about = f"{result['model']}, {result['dtype']}, vocabulary {result['vocab_size']:,}"
     about += f": {result['examples']:,} examples"
     if result["slow_examples"] < result["examples"]:
-        about += f" (one at a time: reckoned from {result['slow_examples']:,})"
-    same = f"{result['other_verdicts']} verdicts differ between the first way and the last."
+        about += f" (one at a time: extrapolated from {result['slow_examples']:,})"
+    same = f"{result['other_verdicts']} verdicts differ between the first method and the last."
     return f"{rows}\n\n{about}. {same} {footer(result)}"
 
 
@@ -231,19 +231,19 @@ def core(result: dict[str, Any]) -> str:
     ]
     total = f"**{result['core']:.4f} ± {result['core_standard_error']:.4f}**"
     rows.append(["**CORE**", "", f"{result['examples']:,}", "", total, f"{result['seconds']:.1f}"])
-    table = markdown(["task", "shots", "examples", "% right", "centred", "seconds"], rows)
+    table = markdown(["task", "shots", "examples", "accuracy, %", "centered", "seconds"], rows)
     speed = (
-        f"While scoring {result['examples_per_s']:,.0f} examples/s, {result['tokens_per_s']:,.0f} tokens/s."
+        f"While scoring: {result['examples_per_s']:,.0f} examples/s, {result['tokens_per_s']:,.0f} tokens/s."
     )
     return "\n\n".join([table, f"{speed} {footer(result)}"])
 
 
 def infer(*results: dict[str, Any]) -> str:
-    """One table for each way to decode: a column a way where there are several."""
+    """All figures of one way of decoding, or the throughput of several side by side."""
     if len(results) == 1:
         (result,) = results
         rows = markdown(
-            ["texts at a time", "ms to the first tokens", "ms a step", "tokens/s", "bandwidth used", "GiB"],
+            ["batch", "ms to the first tokens", "ms/step", "tokens/s", "MBU", "GiB"],
             [
                 [
                     row["batch"],
@@ -257,18 +257,18 @@ def infer(*results: dict[str, Any]) -> str:
             ],
         )
         about = f"d{result['depth']}, {result['dtype']}"
-        about += f", prompts of {result['prompt']:,} tokens, {result['new']} new ones"
+        about += f", prompts of {result['prompt']:,} tokens, {result['new']} new tokens"
         return f"{rows}\n\n{about}. {footer(result)}"
     ways = [_way(result) for result in results]
     rows = markdown(
-        ["texts at a time", *(f"tokens/s, {way}" for way in ways)],
+        ["batch", *(f"tokens/s, {way}" for way in ways)],
         [
-            [row["batch"], *(_speed_and_guesses(result["rows"][i]) for result in results)]
+            [row["batch"], *(_throughput_and_acceptance(result["rows"][i]) for result in results)]
             for i, row in enumerate(results[0]["rows"])
         ],
     )
     bits = next((result for result in results if "bpb_int8" in result), None)
-    lost = f" int8 takes the bits per byte from {bits['bpb']:.5f} to {bits['bpb_int8']:.5f}." if bits else ""
+    lost = f" int8 changes bits per byte from {bits['bpb']:.5f} to {bits['bpb_int8']:.5f}." if bits else ""
     return f"{rows}\n\nThe trained {results[0]['model']}.{lost} {footer(*results)}"
 
 
@@ -277,9 +277,9 @@ def _way(result: dict[str, Any]) -> str:
     return f"{way}, {result['speculate']}" if result["speculate"] else way
 
 
-def _speed_and_guesses(row: dict[str, Any]) -> str:
-    right = f" ({row['acceptance']:.0%} of guesses right)" if "acceptance" in row else ""
-    return f"{row['tokens_per_s']:,.0f}{right}"
+def _throughput_and_acceptance(row: dict[str, Any]) -> str:
+    acceptance = f" ({row['acceptance']:.0%} of drafts accepted)" if "acceptance" in row else ""
+    return f"{row['tokens_per_s']:,.0f}{acceptance}"
 
 
 def base_run(result: dict[str, Any]) -> str:
@@ -325,7 +325,7 @@ def _quoted(text: str) -> str:
 
 
 def chat(*results: dict[str, Any]) -> str:
-    """A column a model."""
+    """One column per model."""
     tasks = [task["task"] for task in results[0]["tasks"]]
 
     def percent(accuracy: float, low: float, high: float) -> str:
@@ -342,32 +342,34 @@ def chat(*results: dict[str, Any]) -> str:
     rows.append(
         ["**ChatCORE**", *(percent(r["chatcore"], r["chatcore_low"], r["chatcore_high"]) for r in results)]
     )
-    table = markdown(["% right (95% interval)", *(result["model"] for result in results)], rows)
+    table = markdown(["accuracy, % (95% interval)", *(result["model"] for result in results)], rows)
     return f"{table}\n\n{footer(*results)}"
 
 
 def speedrun(result: dict[str, Any]) -> str:
-    def right(row: dict[str, Any]) -> str:
+    def accuracy(row: dict[str, Any]) -> str:
         return f"{row['accuracy']:.1%} ({row['low']:.0%} to {row['high']:.0%})"
 
     before, after = (exam["tasks"] for exam in result["exams"].values())
     pairs = zip(before, after, strict=True)
     rows = markdown(
-        ["task", "questions", "right after SFT (95%)", "right after RL (95%)"],
-        [[one["task"], one["n"], right(one), right(other)] for one, other in pairs],
+        ["task", "questions", "accuracy after SFT (95%)", "accuracy after RL (95%)"],
+        [[one["task"], one["n"], accuracy(one), accuracy(other)] for one, other in pairs],
     )
     rl = result["rl"]
-    risen = [
+    rewards = [
         f"{task} {rl['before'][f'val_reward_{task}']:.2f} → {rl[f'val_reward_{task}']:.2f}"
         for task in rl["tasks"]
     ]
-    reward = f"Mean reward of replies drawn by chance to held-out questions, before and after RL: {', '.join(risen)}."
+    reward = (
+        f"Mean reward of sampled replies to held-out questions, before and after RL: {', '.join(rewards)}."
+    )
     return f"{rows}\n\n{reward} Base model: {result['base']['val_bpb']:.3f} bits per byte. {footer(result)}"
 
 
 def serve(result: dict[str, Any]) -> str:
     rows = markdown(
-        ["clients", "engine alone, tokens/s", "server, tokens/s", "share"],
+        ["clients", "engine alone, tokens/s", "server, tokens/s", "server/engine"],
         [
             [row["clients"], f"{row['engine']:,.0f}", f"{row['server']:,.0f}", f"{row['share']:.0%}"]
             for row in result["rows"]
@@ -378,12 +380,12 @@ def serve(result: dict[str, Any]) -> str:
         return f"{rows}\n\nThe model: {result['model']}. {footer(result)}"
     seen = ", ".join(f"{count:,} × {what}" for what, count in minute["outcomes"].items() if what != "tokens")
     start, end = minute["memory_mib"]
-    said = (
+    outcome = (
         f"{minute['seconds']:.0f} seconds of abuse by {minute['clients']} clients and others: {seen}. "
-        f"Slots left busy: {minute['slots_left_busy']:.0f}. Memory after a quarter of it {start:,.0f} MiB, at the "
-        f"end {end:,.0f}. The slowest answer of /health took {1e3 * minute['health_worst_s']:,.0f} ms."
+        f"Slots leaked: {minute['slots_left_busy']:.0f}. Memory after a quarter of the time {start:,.0f} MiB, at the "
+        f"end {end:,.0f} MiB. The slowest response of /health took {1e3 * minute['health_worst_s']:,.0f} ms."
     )
-    return f"{rows}\n\n{said}\n\nThe model: {result['model']}. {footer(result)}"
+    return f"{rows}\n\n{outcome}\n\nThe model: {result['model']}. {footer(result)}"
 
 
 def shown_command(result: dict[str, Any]) -> str:
@@ -397,7 +399,7 @@ def shown_command(result: dict[str, Any]) -> str:
 
 
 def footer(*results: dict[str, Any]) -> str:
-    """Where and by what it was measured; of several results of one machine, each command with its commit."""
+    """When, where, at which commit and by which command it was measured."""
     first = results[0]
     where = f"{first['device']}, {first['cores']} cores, torch {first['torch']}"
     if len({result["commit"] for result in results}) == 1:
@@ -427,17 +429,17 @@ TABLES: dict[str, Callable[..., str]] = {
 }
 
 
-def brief(result: dict[str, Any]) -> dict[str, Any]:
+def shortened(result: dict[str, Any]) -> dict[str, Any]:
     if result["what"] == "loader":
         chosen = {key: [row for row in result[key] if row["context"] == 2048] for key in ("speed", "packing")}
         return {**result, **chosen}
     return result
 
 
-def filled(page: str) -> str:
+def fill_tables(page: str) -> str:
     def table(match: re.Match[str]) -> str:
         texts = [(RESULTS / name).read_text(encoding="utf-8") for name in match[2].split()]
-        results = [brief(json.loads(text)) if match[3] else json.loads(text) for text in texts]
+        results = [shortened(json.loads(text)) if match[3] else json.loads(text) for text in texts]
         return f"{match[1]}{TABLES[results[0]['what']](*results)}\n{match[4]}"
 
     return PLACE.sub(table, page)
@@ -447,12 +449,12 @@ def main() -> None:
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         page = path.read_text(encoding="utf-8")
-        if filled(page) != page:
+        if fill_tables(page) != page:
             stale.append(path)
             if "--check" not in sys.argv:
-                path.write_text(filled(page), encoding="utf-8")
+                path.write_text(fill_tables(page), encoding="utf-8")
     for path in stale:
-        print(f"{path.relative_to(ROOT)}: {'stale' if '--check' in sys.argv else 'written anew'}")
+        print(f"{path.relative_to(ROOT)}: {'stale' if '--check' in sys.argv else 'regenerated'}")
     sys.exit(1 if stale and "--check" in sys.argv else 0)
 
 
