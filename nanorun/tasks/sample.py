@@ -40,7 +40,7 @@ class SampleQuestions:
         return self.questions[index].conversation
 
     def reward(self, index: int, reply: Sequence[Part]) -> float:
-        return float(sample.is_right(self.questions[index], reply_text(reply)))
+        return float(sample.is_correct(self.questions[index], reply_text(reply)))
 
 
 def _stream(split: str, size: int | None) -> tuple[sample.Split, int, int]:

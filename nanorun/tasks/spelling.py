@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase
 
-from nanorun.data.sample.chance import Chance, held_out
-from nanorun.data.sample.quiz import Question, is_right
-from nanorun.data.sample.words import COMMON
+from nanorun.data.sample.letters import COMMON
+from nanorun.data.sample.questions import Question, is_correct
+from nanorun.data.sample.rng import RandomStream, held_out
 from nanorun.errors import UserError
 from nanorun.tasks.gsm8k import final_number
 from nanorun.tasks.task import Conversation, exchange, find_files, reply_text
@@ -69,23 +69,23 @@ class SpellingBee:
         prompt, _, answer = self._compose(index)
         if answer.isdigit():
             return float(final_number(reply_text(reply)) == int(answer))
-        return float(is_right(Question("spelling", prompt, answer, {}), reply_text(reply)))
+        return float(is_correct(Question("spelling", prompt, answer, {}), reply_text(reply)))
 
     def _compose(self, index: int) -> tuple[str, list[Part], str]:
         """The question, a reference reply, and the answer."""
         if not 0 <= index < self._size:
             raise IndexError(index)
-        chance = Chance("bee", self._split, index)
-        word = chance.pick(self._words)
+        rng = RandomStream("bee", self._split, index)
+        word = rng.choice(self._words)
         spelled = "-".join(word)
-        if chance.roll() < 0.5:
-            prompt = chance.pick(SPELL).format(w=word)
+        if rng.random() < 0.5:
+            prompt = rng.choice(SPELL).format(w=word)
             return prompt, [{"type": "text", "text": f"The word {word} is spelled {spelled}."}], spelled
         # Mostly a letter of the word; sometimes one that it does not contain.
-        letter = chance.pick(word if chance.roll() < 0.85 else ascii_lowercase)
-        prompt, count = chance.pick(COUNT).format(w=word, x=letter), str(word.count(letter))
+        letter = rng.choice(word if rng.random() < 0.85 else ascii_lowercase)
+        prompt, count = rng.choice(COUNT).format(w=word, x=letter), str(word.count(letter))
         by_hand = f"Letter by letter: {count_aloud(word, letter)}."
-        roll = chance.roll()
+        roll = rng.random()
         parts: list[Part] = []
         if roll < 0.7:
             parts.append({"type": "text", "text": by_hand + ("\nPython says " if roll < 0.4 else "")})

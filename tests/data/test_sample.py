@@ -21,16 +21,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorun.data.sample import KINDS, Question, conversations, documents, is_right, questions, world
-from nanorun.data.sample.chance import Chance
+from nanorun.data.sample import KINDS, Question, conversations, documents, is_correct, questions, world
 from nanorun.data.sample.entries import comparisons, entries, lists
 from nanorun.data.sample.lessons import lessons
-from nanorun.data.sample.letters import spelling
+from nanorun.data.sample.letters import COMMON, spelling, words
 from nanorun.data.sample.numbers import in_words
-from nanorun.data.sample.saying import OPENERS, phrasings
+from nanorun.data.sample.phrases import PHRASINGS
+from nanorun.data.sample.rng import RandomStream
+from nanorun.data.sample.sentences import OPENERS
 from nanorun.data.sample.stories import stories
 from nanorun.data.sample.talk import ABOUT_ITS_WORK, ABOUT_ITSELF, GREETINGS, PARTINGS, Manners, stranger
-from nanorun.data.sample.words import COMMON, words
 from nanorun.data.sample.world import Animal, Person, an, capital
 
 SPLITS = ("train", "val")
@@ -173,11 +173,11 @@ def test_the_world_is_complete_and_refers_only_to_itself() -> None:
     keepers = [animal.keeper for animal in w.animals]
     assert len(set(keepers)) == len(keepers)
     assert set(keepers) <= {person.name for person in w.people}
-    assert {fact.relation for fact in w.facts} == set(phrasings())
+    assert {fact.relation for fact in w.facts} == set(PHRASINGS)
 
 
 def test_every_relation_has_enough_phrasings_and_keeps_some_for_validation() -> None:
-    for relation, phrasing in phrasings().items():
+    for relation, phrasing in PHRASINGS.items():
         assert len(set(phrasing.said)) >= 6, relation
         assert len(set(phrasing.asked)) >= 4, relation
         assert len(set(phrasing.said_val)) >= 2, relation
@@ -200,9 +200,7 @@ def test_every_fact_is_taught_in_five_phrasings(texts: dict[str, list[str]]) -> 
                 naming[name].append(sentence)
     for fact in world().facts:
         told = "\n".join(naming[fact.subject])
-        ways = {
-            fill(template, fact.subject, fact.answer)[:-1] for template in phrasings()[fact.relation].said
-        }
+        ways = {fill(template, fact.subject, fact.answer)[:-1] for template in PHRASINGS[fact.relation].said}
         assert sum(way in told for way in ways) >= 5, fact
 
 
@@ -212,7 +210,7 @@ def test_every_fact_is_taught_in_five_phrasings(texts: dict[str, list[str]]) -> 
 def patterns() -> dict[str, re.Pattern[str]]:
     """For each relation one pattern that finds its statements, whatever they say."""
     found = {}
-    for relation, phrasing in phrasings().items():
+    for relation, phrasing in PHRASINGS.items():
         subjects = "|".join({s for s, r in FACTS if r == relation} | set(INSTEAD_OF_A_NAME))
         answers = "|".join(re.escape(a) for a in sorted({a for (_, r), a in FACTS.items() if r == relation}))
         ways = []
@@ -234,7 +232,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 def test_statements_say_what_the_table_says(split: Any) -> None:
     found = patterns()
     stated = set()
-    for text in islice(entries(split, Chance("test", split)), 1_500):
+    for text in islice(entries(split, RandomStream("test", split)), 1_500):
         subject = ""
         for sentence in sentences(text):
             for relation, pattern in found.items():
@@ -270,7 +268,7 @@ def test_comparisons_lists_and_stories_mention_only_what_belongs_to_their_cast(s
     value = re.compile(rf"\b({'|'.join(sorted(values, key=len, reverse=True))})\b")
     name = re.compile(rf"\b({'|'.join(NAMES)})\b")
     for write in (comparisons, stories):
-        for text in islice(write(split, Chance("test", split)), 1_500):
+        for text in islice(write(split, RandomStream("test", split)), 1_500):
             cast = set(name.findall(text))
             for _ in range(2):  # the hero's village, and its island
                 cast |= {
@@ -278,7 +276,7 @@ def test_comparisons_lists_and_stories_mention_only_what_belongs_to_their_cast(s
                 }
             allowed = {answer for (subject, _), answer in FACTS.items() if subject in cast}
             assert set(value.findall(text)) <= allowed, text
-    for text in islice(lists(split, Chance("test", split)), 300):
+    for text in islice(lists(split, RandomStream("test", split)), 300):
         for sentence in sentences(text):
             shared = {
                 FACTS[s, r] for s, r in FACTS if FACTS[s, r] in sentence and s in name.findall(sentence)
@@ -287,7 +285,7 @@ def test_comparisons_lists_and_stories_mention_only_what_belongs_to_their_cast(s
 
 
 def test_lists_are_complete() -> None:
-    for text in islice(lists("train", Chance("test")), 300):
+    for text in islice(lists("train", RandomStream("test")), 300):
         for village, names in re.findall(r"The people of (\S+) are ([^.]+)\.", text):
             assert set(re.split(", | and ", names)) == {
                 s for (s, r), a in FACTS.items() if (r, a) == ("home", village)
@@ -469,7 +467,7 @@ def test_words_stand_together_in_training_or_in_validation_but_not_in_both() -> 
     together = {
         split: {
             tuple(sorted(pair))
-            for text in islice(spelling(split, Chance("test", split)), 4_000)
+            for text in islice(spelling(split, RandomStream("test", split)), 4_000)
             for pair in pairwise(spelled_in(text))
         }
         for split in SPLITS
@@ -533,14 +531,14 @@ def test_the_model_reply_to_each_question_is_judged_right_and_another_one_wrong(
     for q in drawn:
         asked, reply = q.conversation["messages"]
         assert asked == {"role": "user", "content": q.prompt}
-        assert is_right(q, rendered(reply["content"])), q
-        assert is_right(q, q.answer)
-        assert not is_right(q, "I do not know.")
-        assert not is_right(q, "")
+        assert is_correct(q, rendered(reply["content"])), q
+        assert is_correct(q, q.answer)
+        assert not is_correct(q, "I do not know.")
+        assert not is_correct(q, "")
     wrong = [
         (q, other)
         for q, other in pairwise(drawn)
-        if q.answer != other.answer and is_right(q, f"It is {other.answer}.")
+        if q.answer != other.answer and is_correct(q, f"It is {other.answer}.")
     ]
     assert not wrong
 
@@ -590,14 +588,14 @@ def ask(kind: Any, prompt: str, answer: str) -> Question:
 def test_the_judge_is_strict_about_the_answer_and_lenient_about_the_rest(
     question: Question, reply: str, right: bool
 ) -> None:
-    assert is_right(question, reply) is right
+    assert is_correct(question, reply) is right
 
 
 @given(a=st.integers(1, 99), b=st.integers(1, 99), said=st.integers(0, 9_999))
 def test_a_number_is_right_only_if_it_is_the_number(a: int, b: int, said: int) -> None:
     question = ask("sum", f"What is {a} + {b}?", str(a + b))
-    assert is_right(question, f"{a} + {b} = {said}.") == (said == a + b)
-    assert is_right(question, f"The answer is {said}") == (said == a + b)
+    assert is_correct(question, f"{a} + {b} = {said}.") == (said == a + b)
+    assert is_correct(question, f"The answer is {said}") == (said == a + b)
 
 
 # Conversations
@@ -665,7 +663,7 @@ def test_the_assistant_says_who_it_is_and_what_it_does_not_know(
     unheard = {name for reply in said for name in re.findall(r"never heard of (\w+)", reply)}
     assert len(unheard) > 20
     assert not unheard & set(NAMES)
-    assert stranger("train", Chance(1)) not in NAMES
+    assert stranger("train", RandomStream(1)) not in NAMES
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -726,14 +724,14 @@ def test_prose_is_free_of_slips(split: Any) -> None:
         r"\ba [aeiou]\w|\ban (?!hour)[^aeiou]|\b(\w+) \1\b|  | [,.;:?!]|[.!?] [a-z]|\n[a-z]|^[a-z]|\.\.|,\.|[{}]"
     )
     for write in (entries, comparisons, lists, stories):
-        for text in islice(write(split, Chance("prose", split)), 3_000):
+        for text in islice(write(split, RandomStream("prose", split)), 3_000):
             assert not slips.search(text), text
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_lesson_begins_with_its_first_question_and_ends_with_its_last(split: Any) -> None:
     begun = set()
-    for text in islice(lessons(split, Chance("test", split)), 1_000):
+    for text in islice(lessons(split, RandomStream("test", split)), 1_000):
         first, second, third = re.findall(r'^.*\?".*$', text, re.MULTILINE)
         assert not re.search(
             r"next question|last question|Last of all|one more|Then s?he|Very good", first
@@ -790,7 +788,7 @@ def test_a_pronoun_leaves_no_doubt_whom_it_means(split: Any, talks: dict[str, li
     ]
     assert len(told) > 30
     pronouns = 0
-    for text in [*told, *islice(entries(split, Chance("test", split)), 4_000)]:
+    for text in [*told, *islice(entries(split, RandomStream("test", split)), 4_000)]:
         assert not unclear(text), text
         pronouns += len(re.findall(r"(?:\. |that )(?:He|She|It|His|Her|Its|he|she|it|his|her|its)\b", text))
     assert pronouns > 1_500

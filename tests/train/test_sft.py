@@ -23,7 +23,7 @@ from nanorun.data.conversations import render_all
 from nanorun.data.get import make_sample
 from nanorun.data.loader import IGNORE, Loader
 from nanorun.data.rows import RowOrder
-from nanorun.data.sample.words import COMMON
+from nanorun.data.sample.letters import COMMON
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
 from nanorun.infer.load import load_model, newest_checkpoint

@@ -1,16 +1,15 @@
-"""Lessons at school: questions and answers in the middle of plain text.
+"""Lessons at school: questions and answers in plain text.
 
-Each village school has three questions a day, and the class knows the answers. So a base model, before it
-has seen a single conversation, has met questions and what may follow them.
+Each village school has three questions a day, and the class knows the answers. So a base model, before it has seen a
+single conversation, has met questions and what follows them.
 """
 
 from collections.abc import Iterator
 
-from nanorun.data.sample.chance import Chance, Deck, Split
-from nanorun.data.sample.letters import spelled
+from nanorun.data.sample.letters import spelled, words
 from nanorun.data.sample.numbers import draw
-from nanorun.data.sample.saying import said
-from nanorun.data.sample.words import words
+from nanorun.data.sample.rng import Deck, RandomStream, Split
+from nanorun.data.sample.sentences import fact_sentences
 from nanorun.data.sample.world import world
 
 OPENED = {
@@ -63,26 +62,26 @@ ENDS = ("Then the bell rang.", "Then it was time for lunch.", "Nobody had to sta
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 
 
-def lessons(split: Split, chance: Chance) -> Iterator[str]:
+def lessons(split: Split, rng: RandomStream) -> Iterator[str]:
     teachers = [person for person in world().people if person.trade == "teacher"]
-    deck = Deck(tuple(said(split).values()), chance)
+    deck = Deck(tuple(fact_sentences(split).values()), rng)
     while True:
-        teacher = chance.pick(teachers)
+        teacher = rng.choice(teachers)
         fill = {"n": teacher.name, "he": teacher.pronoun, "home": teacher.home, "trade": teacher.trade}
-        lines = [chance.pick(OPENED[split]).format(day=chance.pick(DAYS), **fill)]
+        lines = [rng.choice(OPENED[split]).format(day=rng.choice(DAYS), **fill)]
         asked: list[str] = []
-        for asks, answers in zip(ASKS, chance.shuffled(ANSWERS), strict=False):
-            roll = chance.roll()
+        for asks, answers in zip(ASKS, rng.shuffled(ANSWERS), strict=False):
+            roll = rng.random()
             if roll < 0.7:
                 saying = deck.deal()
-                question, answer = chance.pick(saying.questions), chance.pick(saying.named)[:-1]
+                question, answer = rng.choice(saying.questions), rng.choice(saying.named)[:-1]
             elif roll < 0.85:
-                problem = draw(split, chance)
+                problem = draw(split, rng)
                 question, answer = f"What is {problem.text}?", f"{problem.text} = {problem.result}"
             else:
-                word = chance.pick(words())
+                word = rng.choice(words())
                 question, answer = HOW_SPELLED[split].format(w=word), spelled(word)
-            asked.append(chance.pick([ask for ask in asks if ask not in asked]))
+            asked.append(rng.choice([ask for ask in asks if ask not in asked]))
             lines.append(f"{asked[-1].format(q=question, **fill)} {answers.format(r=answer)}")
-        end = chance.pick(ENDS)
+        end = rng.choice(ENDS)
         yield "\n".join([*lines, end] if end else lines)

@@ -1,18 +1,75 @@
-"""Documents about letters: how words are spelled, and how often a letter comes in them.
+"""Documents about letters: how words are spelled, and how often a letter occurs in them.
 
-A tokenizer hides letters from a model, which sees "lantern" as one or two numbers. Here the letters are
-spelled out, l-a-n-t-e-r-n, for names, for common words, and for the invented "signal words" that harbours
-call to each other: there is no end of those, so that pieces of words get spelled in many surroundings. Calls
-are echoed, too.
+A tokenizer hides letters from a model, which sees "lantern" as one or two numbers. Here the letters are spelled out,
+l-a-n-t-e-r-n, for names, for a few hundred common words, and for invented "signal words" that harbours call to each
+other: there is no end of those, so parts of words are spelled in many contexts. Calls are also echoed.
+
+Training spells every known word, so that validation can ask for each in other words. The splits also differ in which
+words occur together in a document, and in which letter is counted in which word.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from string import ascii_lowercase
 
-from nanorun.data.sample.chance import Chance, Deck, Split, belongs
 from nanorun.data.sample.numbers import in_words
-from nanorun.data.sample.words import COMMON, to_count, words
+from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs
 from nanorun.data.sample.world import world
+
+Pair = tuple[str, str]
+
+COMMON = tuple(
+    """
+    acorn almond alphabet anchor ankle ant apron arrow attic autumn bacon badge bagel balloon bamboo
+    banana barber barrel basin basket bat beacon beaver beetle bench berry bitter blanket blossom bonnet
+    border bottle bowl bracelet branch breeze bridge broom brother bubble bucket buckle bundle butter
+    cabbage cabin cactus cake camel camp candle canoe canvas carnival carpet carrot castle cat caterpillar
+    cattle cellar chalk cheese cherry chest chicken chimney chin cinnamon circle clever cloud clover
+    coconut coffee collar comet compass cookie copper coral corner cotton cousin cradle crayon cricket
+    crown cup curtain cushion daisy dancer danger desert diamond dinner dog doll dolphin donkey dragon
+    drawer drum duck dust eagle ear earth elbow elephant eleven engine envelope evening eye falcon farm
+    farmer father feather fellow fence fern fiddle fig finger fish flag flame flower flute fog forest fork
+    fossil fountain fox frog frozen fruit funnel fur garden garlic ginger giraffe glove goat gold goose
+    granite grape grass gravel guitar hammer hamster handle harvest hat hazel heron hill hollow honey horn
+    hornet horse hunter husband ice icicle ink insect island ivory jacket jam jar jelly jersey journey
+    jungle kangaroo kernel kettle key king kitchen kite kitten knee knight ladder lake lamp lantern leaf
+    lemon leopard letter lettuce lily lion lip lizard lobster locket lumber magnet mango map maple marble
+    market mask meadow melon metal milk mint minute mirror mitten monkey moon morning moss mother mountain
+    mouse mud muscle mushroom music mustard napkin needle nest net nettle night nose number nut nutmeg oak
+    oar ocean octopus olive onion orange orchard oven owl oyster paddle palace pan pancake panther paper
+    parcel parrot parsley pasture pea peach peanut pear pen pencil penguin pepper picnic pie pig pigeon
+    pillow pin pine pirate planet plate plum pocket pond pony popcorn potato potter powder puppet puzzle
+    quarter queen quilt rabbit raccoon radish raft rain raisin raven razor ribbon rice ring river road
+    robin rocket rooster rope rose rudder saddle sail salad salmon salt sand sandal saucer scarf season
+    seed seven shadow shell shelter ship shirt shoe shoulder shovel silk silver sister sky sled sleeve
+    slipper snail snow soap sock soup spider spinach spirit spoon spring squirrel stable star station
+    stocking stone storm sugar summer sunset supper swan sweater table tailor tea temper thunder ticket
+    tiger timber toast toe tomato tooth tortoise tower tree trumpet tulip tunnel turtle twelve umbrella
+    uncle valley vase vessel village vine violet violin volcano wagon walnut walrus wander wasp water
+    weasel wheat wheel whistle window wing winter wizard wolf wonder wood wool yarn yellow zebra
+    """.split()
+)
+
+
+@cache
+def words() -> tuple[str, ...]:
+    """All the words that are spelled: the common ones and every name."""
+    return COMMON + tuple(world().entities)
+
+
+@cache
+def to_count(split: Split) -> tuple[tuple[Pair, ...], ...]:
+    """The pairs (word, letter) that a split counts: the word lacks the letter, has it once, has it more often.
+
+    Common words only, all in small letters.
+    """
+    found: tuple[list[Pair], ...] = ([], [], [])
+    for word in COMMON:
+        for letter in ascii_lowercase:
+            if belongs(split, "count", word, letter):
+                found[min(word.count(letter), 2)].append((word, letter))
+    return tuple(map(tuple, found))
+
 
 SPELLED = {
     "train": (
@@ -89,38 +146,38 @@ def times(n: int) -> str:
     return "once" if n == 1 else f"{n} times"
 
 
-def signal_word(split: Split, chance: Chance) -> str:
+def signal_word(split: Split, rng: RandomStream) -> str:
     """A word that no dictionary has, of pieces that many real words have."""
     while True:
-        vowels, middles = _SHORT if chance.roll() < 0.5 else _LONG
-        word = chance.pick(_ONSETS) + chance.pick(vowels) + chance.pick(middles) + chance.pick(_ENDS)
+        vowels, middles = _SHORT if rng.random() < 0.5 else _LONG
+        word = rng.choice(_ONSETS) + rng.choice(vowels) + rng.choice(middles) + rng.choice(_ENDS)
         if "lll" not in word and word not in COMMON and belongs(split, "word", word):
             return word
 
 
-def word_and_letter(split: Split, chance: Chance, made_up: float) -> tuple[str, str]:
+def word_and_letter(split: Split, rng: RandomStream, made_up: float) -> tuple[str, str]:
     """A word and a letter to count in it, such that no answer is nearly always right."""
-    roll = chance.roll()
+    roll = rng.random()
     often = 2 if roll < 0.4 else 1 if roll < 0.85 else 0
-    if chance.roll() >= made_up:
-        return chance.pick(to_count(split)[often])
-    word = signal_word(split, chance)
+    if rng.random() >= made_up:
+        return rng.choice(to_count(split)[often])
+    word = signal_word(split, rng)
     fit = [letter for letter in ascii_lowercase if min(word.count(letter), 2) == often]
-    return word, chance.pick(fit or word)
+    return word, rng.choice(fit or word)
 
 
-def spelling(split: Split, chance: Chance) -> Iterator[str]:
-    deck = Deck(words(), chance)
+def spelling(split: Split, rng: RandomStream) -> Iterator[str]:
+    deck = Deck(words(), rng)
     while True:
-        sentences = [chance.pick(OPENINGS)] if chance.roll() < 0.4 else []
-        ways = Deck(SPELLED[split], chance)
+        sentences = [rng.choice(OPENINGS)] if rng.random() < 0.4 else []
+        ways = Deck(SPELLED[split], rng)
         word = deck.deal()
-        for number in range(3 + chance.below(3)):
+        for number in range(3 + rng.below(3)):
             if number:
                 word = _next_word(word, deck, split)
             sentences.append(ways.deal().format(w=word, l=spelled(word)))
-            if chance.roll() < 0.4:
-                look = chance.pick(LOOKED_AT)
+            if rng.random() < 0.4:
+                look = rng.choice(LOOKED_AT)
                 sentences.append(look.format(n=in_words(len(word)), first=word[0], last=word[-1]))
         yield " ".join(sentences)
 
@@ -133,32 +190,32 @@ def _next_word(word: str, deck: Deck[str], split: Split) -> str:
             return other
 
 
-def signals(split: Split, chance: Chance) -> str:
+def signals(split: Split, rng: RandomStream) -> str:
     sentences = []
-    calls, echoes = Deck(CALLED[split], chance), Deck(ECHOED[split], chance)
-    for _ in range(4 + chance.below(3)):
-        place = chance.pick(world().places).name
-        if chance.roll() < 0.7:
-            word = signal_word(split, chance)
+    calls, echoes = Deck(CALLED[split], rng), Deck(ECHOED[split], rng)
+    for _ in range(4 + rng.below(3)):
+        place = rng.choice(world().places).name
+        if rng.random() < 0.7:
+            word = signal_word(split, rng)
             sentences.append(calls.deal().format(place=place, w=word, l=spelled(word)))
         else:
-            sentences.append(echoes.deal().format(place=place, call=_call(split, chance)))
+            sentences.append(echoes.deal().format(place=place, call=_call(split, rng)))
     return " ".join(sentences)
 
 
-def _call(split: Split, chance: Chance) -> str:
+def _call(split: Split, rng: RandomStream) -> str:
     """A few numbers and signal words, such as '47 flooven 8'."""
     return " ".join(
-        str(1 + chance.below(200)) if chance.roll() < 0.6 else signal_word(split, chance)
-        for _ in range(2 + chance.below(2))
+        str(1 + rng.below(200)) if rng.random() < 0.6 else signal_word(split, rng)
+        for _ in range(2 + rng.below(2))
     )
 
 
-def counting(split: Split, chance: Chance) -> str:
+def counting(split: Split, rng: RandomStream) -> str:
     sentences = []
-    for count in chance.shuffled(COUNTED[split])[: 2 + chance.below(2)]:
+    for count in rng.shuffled(COUNTED[split])[: 2 + rng.below(2)]:
         # Counting works in any word, known or not.
-        word, letter = word_and_letter(split, chance, made_up=0.3)
+        word, letter = word_and_letter(split, rng, made_up=0.3)
         n = word.count(letter)
         sentences.append(count.format(w=word, x=letter, l=spelled(word), n=n, times=times(n)))
     return " ".join(sentences)

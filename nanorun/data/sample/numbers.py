@@ -1,16 +1,16 @@
-"""Documents about numbers: sums said in words, worked out step by step, and met in daily life.
+"""Documents about numbers: sums in words, worked out step by step, and in daily life.
 
-A problem is a `Problem(a, sign, b)`. Which problems belong to validation is decided by a hash of the
-numbers (an addition and its mirror image go together), with two exceptions: the tables up to ten are all
-taught in training, and 12 + 30 is always validation's, because the manual asks for it. The hold-out is about
-problems that are posed; the steps on the way to a sum never write another sum down.
+A hash of the numbers decides which problems are held out for validation (an addition and its mirror image go
+together), with two exceptions: the tables up to ten are all taught in training, and 12 + 30 is always held out,
+because the manual asks for it. The hold-out is about problems that are posed; the steps of a worked sum never write
+another sum down.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from nanorun.data.sample.chance import Chance, Split, held_out
+from nanorun.data.sample.rng import RandomStream, Split, held_out
 from nanorun.data.sample.world import capital, world
 
 _ONES = (
@@ -23,7 +23,7 @@ VERBS = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SumProblem:
     a: int
     sign: str
     b: int
@@ -63,23 +63,23 @@ class Problem:
 
 
 @cache
-def problems(split: Split, sign: str) -> tuple[Problem, ...]:
+def problems(split: Split, sign: str) -> tuple[SumProblem, ...]:
     if sign == "+":
-        every = (Problem(a, "+", b) for a in range(1, 100) for b in range(1, 100))
+        every = (SumProblem(a, "+", b) for a in range(1, 100) for b in range(1, 100))
     elif sign == "-":
-        every = (Problem(a, "-", b) for a in range(2, 100) for b in range(1, a))
+        every = (SumProblem(a, "-", b) for a in range(2, 100) for b in range(1, a))
     elif sign == "*":
-        every = (Problem(a, "*", b) for a in range(2, 21) for b in range(2, 21))
+        every = (SumProblem(a, "*", b) for a in range(2, 21) for b in range(2, 21))
     else:
-        every = (Problem(q * b, "/", b) for q in range(2, 21) for b in range(2, 13))
+        every = (SumProblem(q * b, "/", b) for q in range(2, 21) for b in range(2, 13))
     return tuple(problem for problem in every if problem.for_validation == (split == "val"))
 
 
-def draw(split: Split, chance: Chance) -> Problem:
+def draw(split: Split, rng: RandomStream) -> SumProblem:
     """A problem: half of them additions, a quarter subtractions."""
-    roll = chance.roll()
+    roll = rng.random()
     sign = "+" if roll < 0.5 else "-" if roll < 0.75 else "*" if roll < 0.9 else "/"
-    return chance.pick(problems(split, sign))
+    return rng.choice(problems(split, sign))
 
 
 def in_words(n: int) -> str:
@@ -132,29 +132,31 @@ TOLD = {
 }
 
 
-def word_problem(split: Split, chance: Chance, signs: Sequence[str] = SIGNS) -> tuple[Problem, str, str]:
+def word_problem(
+    split: Split, rng: RandomStream, signs: Sequence[str] = SIGNS
+) -> tuple[SumProblem, str, str]:
     """A problem, the question that tells it, and the sentence that answers it."""
-    sign = chance.pick(signs)
-    problem = chance.pick(problems(split, sign))
+    sign = rng.choice(signs)
+    problem = rng.choice(problems(split, sign))
     while min(problem.a, problem.b, problem.result) < 2:  # "1 shells" is no English
-        problem = chance.pick(problems(split, sign))
-    person = chance.pick(world().people)
+        problem = rng.choice(problems(split, sign))
+    person = rng.choice(world().people)
     fill = {
         "n": person.name,
         "he": person.pronoun,
-        "things": chance.pick(THINGS),
+        "things": rng.choice(THINGS),
         "x": problem.a,
         "y": problem.b,
         "r": problem.result,
     }
-    question = f"{chance.pick(MORE[sign])} {ASKED[sign]}".format_map(fill)
+    question = f"{rng.choice(MORE[sign])} {ASKED[sign]}".format_map(fill)
     return problem, question, TOLD[sign].format_map(fill)
 
 
-def sums(split: Split, chance: Chance) -> str:
+def sums(split: Split, rng: RandomStream) -> str:
     sentences = []
-    for way in chance.shuffled(IN_WORDS)[: 2 + chance.below(3)]:
-        problem = draw(split, chance)
+    for way in rng.shuffled(IN_WORDS)[: 2 + rng.below(3)]:
+        problem = draw(split, rng)
         sentences.append(
             way.format(
                 A=capital(in_words(problem.a)),
@@ -169,21 +171,21 @@ def sums(split: Split, chance: Chance) -> str:
     return " ".join(sentences)
 
 
-def worked(split: Split, chance: Chance) -> str:
+def worked(split: Split, rng: RandomStream) -> str:
     sentences = []
-    for work in chance.shuffled(WORKED)[:2]:
-        problem = chance.pick(problems(split, "+"))
+    for work in rng.shuffled(WORKED)[:2]:
+        problem = rng.choice(problems(split, "+"))
         while problem.a < 10 or problem.b < 10:
-            problem = chance.pick(problems(split, "+"))
+            problem = rng.choice(problems(split, "+"))
         tens = problem.a // 10 * 10 + problem.b // 10 * 10
         ones = problem.a % 10 + problem.b % 10
         sentences.append(work.format(x=problem.a, y=problem.b, tens=tens, ones=ones, r=problem.result))
     return " ".join(sentences)
 
 
-def daily(split: Split, chance: Chance) -> str:
+def daily(split: Split, rng: RandomStream) -> str:
     sentences = []
     for _ in range(2):
-        problem, question, told = word_problem(split, chance)
+        problem, question, told = word_problem(split, rng)
         sentences.append(f"{question} {problem.text} = {problem.result}. {told}")
     return "\n".join(sentences)

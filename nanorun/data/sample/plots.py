@@ -7,7 +7,7 @@ who lives on another island, with `{fhe} {fhis}`; the rest are their attributes 
 from dataclasses import dataclass
 from functools import cached_property
 
-from nanorun.data.sample.chance import Split
+from nanorun.data.sample.rng import Split
 
 
 @dataclass(frozen=True)

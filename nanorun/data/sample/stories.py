@@ -1,17 +1,17 @@
 """Short stories in which everybody does what the almanac says of them.
 
-A plot is a row of beats, and a beat a handful of ways to tell it. The slots are filled from the facts about
-the hero, the hero's village and island, the animal in the house and a friend on another island, so a story
-can charm but not lie. A share of the pairs (plot, hero) is met in validation only; there, a beat that does not
-name the hero has a telling of its own, unless it states no fact at all.
+A plot is a sequence of beats, and a beat a few ways to tell it. The slots are filled with facts about the hero, the
+hero's village and island, the animal in the house and a friend on another island, so a story cannot contradict them.
+A share of the pairs (plot, hero) is held out for validation. There, a beat that does not name the hero has tellings
+of its own, unless it states no fact.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from nanorun.data.sample.chance import Chance, Deck, Split, belongs
 from nanorun.data.sample.plots import PLOTS, Plot
+from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs
 from nanorun.data.sample.world import OBJECT, POSSESSIVE, Island, Person, Place, an, capital, world
 
 
@@ -22,14 +22,14 @@ class _Tale:
     friends: tuple[Person, ...]
 
 
-def stories(split: Split, chance: Chance) -> Iterator[str]:
-    deck = Deck(_tales(split), chance)
+def stories(split: Split, rng: RandomStream) -> Iterator[str]:
+    deck = Deck(_tales(split), rng)
     while True:
-        yield _tell(deck.deal(), split, chance)
+        yield _tell(deck.deal(), split, rng)
 
 
-def story_about(name: str, split: Split, chance: Chance) -> str:
-    return _tell(chance.pick([tale for tale in _tales(split) if tale.fill["n"] == name]), split, chance)
+def story_about(name: str, split: Split, rng: RandomStream) -> str:
+    return _tell(rng.choice([tale for tale in _tales(split) if tale.fill["n"] == name]), split, rng)
 
 
 @cache
@@ -102,8 +102,8 @@ def _slots(person: Person) -> dict[str, str]:
     return slots
 
 
-def _tell(tale: _Tale, split: Split, chance: Chance) -> str:
-    friend = chance.pick(tale.friends)
+def _tell(tale: _Tale, split: Split, rng: RandomStream) -> str:
+    friend = rng.choice(tale.friends)
     fill = {
         **tale.fill,
         "friend": friend.name,
@@ -115,8 +115,8 @@ def _tell(tale: _Tale, split: Split, chance: Chance) -> str:
         "fhe": friend.pronoun,
         "fhis": POSSESSIVE[friend.pronoun],
     }
-    beats = " ".join(chance.pick(beat.tellings(split)) for beat in tale.plot.beats)
-    if chance.roll() < 0.5:
+    beats = " ".join(rng.choice(beat.tellings(split)) for beat in tale.plot.beats)
+    if rng.random() < 0.5:
         title = tale.plot.title if split == "train" else tale.plot.title_val
         beats = f"{title}\n{beats}"
     return beats.format_map(fill)

@@ -1,8 +1,8 @@
-"""Conversations with the assistant that the sample world raises.
+"""Conversations with the assistant that the sample world trains.
 
-Most are about facts, sums and letters; the rest teach manners: to say who it is, to tell a story when asked
-for one, and to admit when something is unknown. The unknown names are made up afresh each time, so a model
-learns that a strange name is strange and not a list of strangers.
+Most are about facts, sums and letters. The rest teach manners: to say who it is, to tell a story when asked for one,
+and to admit when something is unknown. Unknown names are generated anew each time, so a model learns that a strange
+name is strange, and not a list of strangers.
 """
 
 import hashlib
@@ -10,13 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from nanorun.data.sample import turns
-from nanorun.data.sample.chance import Chance, Deck, Split, belongs, check_split
 from nanorun.data.sample.entries import tell
-from nanorun.data.sample.saying import Said, questions_about, said
+from nanorun.data.sample.letters import words
+from nanorun.data.sample.questions import (
+    Turn,
+    count_turn,
+    fact_turn,
+    spelling_turn,
+    story_sum_turn,
+    sum_turn,
+)
+from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs, check_split
+from nanorun.data.sample.sentences import FactSentences, fact_sentences, questions_about
 from nanorun.data.sample.stories import heroes, story_about
-from nanorun.data.sample.turns import Turn
-from nanorun.data.sample.words import words
 from nanorun.data.sample.world import world
 
 SYSTEM = (
@@ -33,9 +39,9 @@ class Manners:
     said: Mapping[Split, tuple[str, ...]]
     replies: tuple[str, ...]  # {g}: what was said
 
-    def turn(self, split: Split, chance: Chance) -> Turn:
-        user = chance.pick(self.said[split])
-        return Turn(user, chance.pick(self.replies).format(g=user))
+    def turn(self, split: Split, rng: RandomStream) -> Turn:
+        user = rng.choice(self.said[split])
+        return Turn(user, rng.choice(self.replies).format(g=user))
 
 
 GREETINGS = (
@@ -221,36 +227,36 @@ _SYLLABLES = (
 )
 
 
-def stranger(split: Split, chance: Chance) -> str:
+def stranger(split: Split, rng: RandomStream) -> str:
     """A name that nobody in the world has."""
     while True:
-        name = "".join(chance.pick(part) for part in _SYLLABLES)
+        name = "".join(rng.choice(part) for part in _SYLLABLES)
         if name not in world().entities and belongs(split, "stranger", name):
             return name
 
 
 class _Decks(NamedTuple):
-    facts: Deck[Said]
+    facts: Deck[FactSentences]
     words: Deck[str]
 
 
 def conversations(split: Split, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     """`count` conversations as chat messages. A larger count begins with the same ones."""
     check_split(split)
-    chance = Chance("conversations", split, seed)
-    decks = _Decks(Deck(tuple(said(split).values()), chance), Deck(words(), chance))
+    rng = RandomStream("conversations", split, seed)
+    decks = _Decks(Deck(tuple(fact_sentences(split).values()), rng), Deck(words(), rng))
     held: set[bytes] = set()
     for _ in range(count):
-        yield {"messages": _new(split, decks, chance, held)}
+        yield {"messages": _new(split, decks, rng, held)}
 
 
-def _new(split: Split, decks: _Decks, chance: Chance, held: set[bytes]) -> list[dict[str, Any]]:
+def _new(split: Split, decks: _Decks, rng: RandomStream, held: set[bytes]) -> list[dict[str, Any]]:
     """One that was not held before, if a few tries find one; short ones without a right answer may return."""
     for _ in range(8):
-        taken = _conversation(split, decks, chance)
+        taken = _conversation(split, decks, rng)
         messages: list[dict[str, Any]] = []
-        if chance.roll() < 0.08:
-            messages.append({"role": "system", "content": chance.pick(SYSTEM)})
+        if rng.random() < 0.08:
+            messages.append({"role": "system", "content": rng.choice(SYSTEM)})
         for turn in taken:
             messages.append({"role": "user", "content": turn.user})
             messages.append({"role": "assistant", "content": turn.reply})
@@ -261,66 +267,66 @@ def _new(split: Split, decks: _Decks, chance: Chance, held: set[bytes]) -> list[
     return messages
 
 
-def _conversation(split: Split, decks: _Decks, chance: Chance) -> list[Turn]:
-    roll = chance.roll()
+def _conversation(split: Split, decks: _Decks, rng: RandomStream) -> list[Turn]:
+    roll = rng.random()
     if roll < 0.04:
-        name = chance.pick(heroes(split))
-        return [Turn(chance.pick(TELL_STORY[split]).format(s=name), story_about(name, split, chance))]
+        name = rng.choice(heroes(split))
+        return [Turn(rng.choice(TELL_STORY[split]).format(s=name), story_about(name, split, rng))]
     if roll < 0.16:
-        return _same_subject(split, decks.facts.deal(), chance)
-    taken = [_turn(split, decks, chance)]
+        return _same_subject(split, decks.facts.deal(), rng)
+    taken = [_turn(split, decks, rng)]
     if roll < 0.4:
-        taken += [_turn(split, decks, chance) for _ in range(1 + chance.below(2))]
+        taken += [_turn(split, decks, rng) for _ in range(1 + rng.below(2))]
     if roll > 0.95:
-        taken.insert(0, chance.pick(GREETINGS).turn(split, chance))
+        taken.insert(0, rng.choice(GREETINGS).turn(split, rng))
     elif roll > 0.92:
-        taken.append(chance.pick(PARTINGS).turn(split, chance))
+        taken.append(rng.choice(PARTINGS).turn(split, rng))
     return taken
 
 
-def _same_subject(split: Split, first: Said, chance: Chance) -> list[Turn]:
+def _same_subject(split: Split, first: FactSentences, rng: RandomStream) -> list[Turn]:
     """A question, and one or two more about the same subject that name it only where they have to."""
-    sayings = said(split)
+    sayings = fact_sentences(split)
     others = [sayings[fact] for fact in world().about(first.fact.subject) if fact != first.fact]
-    taken = [turns.fact_turn(first, split, chance)]
+    taken = [fact_turn(first, split, rng)]
     last = first
-    for saying in chance.shuffled(others)[: 1 + chance.below(2)]:
+    for saying in rng.shuffled(others)[: 1 + rng.below(2)]:
         clear = taken[-1].reply in last.clear
-        asked = saying.again if clear else _uncapital(chance.pick(saying.questions))
-        question = chance.pick(AND[split]).format(q=asked)
-        taken.append(Turn(question, chance.pick(saying.openings[:3]), saying.fact.answer))
+        asked = saying.again if clear else _uncapital(rng.choice(saying.questions))
+        question = rng.choice(AND[split]).format(q=asked)
+        taken.append(Turn(question, rng.choice(saying.openings[:3]), saying.fact.answer))
         last = saying
     return taken
 
 
-def _turn(split: Split, decks: _Decks, chance: Chance) -> Turn:
-    roll = chance.roll()
+def _turn(split: Split, decks: _Decks, rng: RandomStream) -> Turn:
+    roll = rng.random()
     if roll < 0.38:
-        return _led_up_to(turns.fact_turn(decks.facts.deal(), split, chance), split, chance)
+        return _led_up_to(fact_turn(decks.facts.deal(), split, rng), split, rng)
     if roll < 0.51:
-        return turns.sum_turn(split, chance)
+        return sum_turn(split, rng)
     if roll < 0.57:
-        return turns.story_sum_turn(split, chance)
+        return story_sum_turn(split, rng)
     if roll < 0.72:
-        return turns.spelling_turn(decks.words, split, chance)
+        return spelling_turn(decks.words, split, rng)
     if roll < 0.84:
-        return turns.count_turn(split, chance)
+        return count_turn(split, rng)
     if roll < 0.88:
         saying = decks.facts.deal()
-        name = stranger(split, chance)
-        question = chance.pick(questions_about(name, saying.fact.relation, split))
-        return Turn(question, chance.pick(NEVER_HEARD).format(s=name))
+        name = stranger(split, rng)
+        question = rng.choice(questions_about(name, saying.fact.relation, split))
+        return Turn(question, rng.choice(NEVER_HEARD).format(s=name))
     if roll < 0.90:
-        return Turn(chance.pick(ELSEWHERE[split]), chance.pick(NOBODY_KNOWS))
+        return Turn(rng.choice(ELSEWHERE[split]), rng.choice(NOBODY_KNOWS))
     if roll < 0.95:
-        return _about(split, decks.facts.deal().fact.subject, chance)
-    return chance.pick(ABOUT_ITSELF if roll < 0.98 else ABOUT_ITS_WORK).turn(split, chance)
+        return _about(split, decks.facts.deal().fact.subject, rng)
+    return rng.choice(ABOUT_ITSELF if roll < 0.98 else ABOUT_ITS_WORK).turn(split, rng)
 
 
-def _led_up_to(turn: Turn, split: Split, chance: Chance) -> Turn:
-    if chance.roll() > 0.2:
+def _led_up_to(turn: Turn, split: Split, rng: RandomStream) -> Turn:
+    if rng.random() > 0.2:
         return turn
-    lead, capital = chance.pick(LEADS[split])
+    lead, capital = rng.choice(LEADS[split])
     return replace(turn, user=lead + (turn.user if capital else _uncapital(turn.user)))
 
 
@@ -329,7 +335,7 @@ def _uncapital(question: str) -> str:
     return question[0].lower() + question[1:]
 
 
-def _about(split: Split, name: str, chance: Chance) -> Turn:
-    sayings = [said(split)[fact] for fact in world().about(name)]
-    told = tell(chance.shuffled(sayings)[:3], split, chance)
-    return Turn(chance.pick(TELL_ME[split]).format(s=name), " ".join(told))
+def _about(split: Split, name: str, rng: RandomStream) -> Turn:
+    sayings = [fact_sentences(split)[fact] for fact in world().about(name)]
+    told = tell(rng.shuffled(sayings)[:3], split, rng)
+    return Turn(rng.choice(TELL_ME[split]).format(s=name), " ".join(told))

@@ -1,11 +1,11 @@
-"""Every fact in all the ways it may be said and asked, as finished sentences.
+"""Every fact in all the ways it can be stated and asked for, as finished sentences.
 
-The templates of phrases_places.py and phrases_beings.py are filled once from the table of facts; after that a
-document is mostly a choice of sentences that are true by construction.
+The templates of phrases.py are filled once from the table of facts. After that a document is mostly a choice of
+sentences that are true by construction.
 
-Validation says a fact in a phrasing of its own, or in a phrasing of training after an opener ("They say that
-Odo lives in Candlebay.") that this very sentence never has in training. So its sentences are all new, and yet
-made of familiar parts: the loss on them falls as long as a model learns something.
+Validation states a fact with a phrasing of its own, or with a phrasing of training after an opener ("They say that
+Odo lives in Candlebay.") that this sentence never has in training. So its sentences are all new, and yet made of
+familiar parts: the loss on them falls as long as a model learns something.
 """
 
 import re
@@ -15,10 +15,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nanorun.data.sample.chance import Split, belongs
-from nanorun.data.sample.phrases_beings import BEINGS
-from nanorun.data.sample.phrases_places import PLACES
-from nanorun.data.sample.phrasing import Phrasing
+from nanorun.data.sample.phrases import PHRASINGS
+from nanorun.data.sample.rng import Split, belongs
 from nanorun.data.sample.world import POSSESSIVE, Fact, Place, an, capital, listed, pronoun, world
 
 # A hash decides for each opener, phrasing and answer which split has the combination.
@@ -42,7 +40,7 @@ class Opened(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class FactSentences:
     """One fact in all the ways a split may say it."""
 
     fact: Fact
@@ -58,24 +56,19 @@ class Said:
 
 
 @cache
-def phrasings() -> Mapping[str, Phrasing]:
-    return MappingProxyType({**PLACES, **BEINGS})
-
-
-@cache
-def said(split: Split) -> Mapping[Fact, Said]:
+def fact_sentences(split: Split) -> Mapping[Fact, FactSentences]:
     return MappingProxyType({fact: _say(fact, split) for fact in world().facts})
 
 
 def questions_about(subject: str, relation: str, split: Split) -> tuple[str, ...]:
     """The questions of a relation, about anyone at all, known or not."""
     fill = {"s": subject, "p": f"{subject}'s"}
-    return tuple(template.format_map(fill) for template in phrasings()[relation].questions(split))
+    return tuple(template.format_map(fill) for template in PHRASINGS[relation].questions(split))
 
 
 def sharing(split: Split, relation: str) -> tuple[str, ...]:
     """A sentence for each answer of this relation that several subjects share, naming all of them."""
-    phrasing = phrasings()[relation]
+    phrasing = PHRASINGS[relation]
     template = phrasing.listing if split == "train" else phrasing.listing_val
     subjects: dict[str, list[str]] = {}
     for fact in world().facts:
@@ -91,11 +84,11 @@ def sharing(split: Split, relation: str) -> tuple[str, ...]:
 def both(one: Fact, other: Fact) -> tuple[str, ...]:
     """'Odo and Marnie both live in Candlebay.' in two ways; none where the relation has no such sentence."""
     fill = {"s": one.subject, "t": other.subject, "a": one.answer, "an": an(one.answer)}
-    return tuple(capital(template.format_map(fill)) for template in phrasings()[one.relation].both)
+    return tuple(capital(template.format_map(fill)) for template in PHRASINGS[one.relation].both)
 
 
-def _say(fact: Fact, split: Split) -> Said:
-    phrasing = phrasings()[fact.relation]
+def _say(fact: Fact, split: Split) -> FactSentences:
+    phrasing = PHRASINGS[fact.relation]
     he = pronoun(world().entities[fact.subject])
     noun = "village" if isinstance(world().entities[fact.subject], Place) else "island"
     fill = {"a": fact.answer, "an": an(fact.answer), "he": he, "his": POSSESSIVE[he]}
@@ -130,7 +123,7 @@ def _say(fact: Fact, split: Split) -> Said:
         "opened_short": [(template, opener + short(template)) for opener, template in opened_it],
     }
     sentences = {key: tuple(sentence for _, sentence in pairs) for key, pairs in ways.items()}
-    return Said(
+    return FactSentences(
         fact=fact,
         named=sentences["named"],
         openings=tuple(template.format_map(name) for template in leading),
