@@ -38,12 +38,11 @@ class Gpu:
     """Peak figures of one device, which may also be a CPU."""
 
     name: str
+    pattern: str  # a regular expression for the name that torch reports
     bf16_tflops: float  # dense, with fp32 accumulation; fp16 where there is no bf16
-    fp8_tflops: float | None  # dense
     memory_gb: float  # usable, in units of 2^30 bytes, as torch and nvidia-smi report it
     bandwidth_tb_s: float | None  # None: unknown
     dollars_per_hour: float | None  # None: not for rent
-    bf16: bool = True
     device: Literal["cuda", "mps", "cpu"] = "cuda"
     mfu: float = 0.40  # of a well-tuned run, where no measurement exists
 
@@ -59,49 +58,30 @@ class Gpu:
 
 
 # Prices are an assumption: typical on-demand prices of specialised clouds for one device, rounded. The large clouds
-# charge two or three times as much, spot markets half.
+# charge two or three times as much, spot markets half. Patterns match the names that torch reports: whole words, so
+# that GH200 does not match H200, and no laptop variants. The first match counts.
 PRICES_AS_OF = "May 2026"
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("b200", 2250, 4500, 179, 8.0, 6.00),
-        Gpu("h200", 989, 1979, 140, 4.8, 3.80),
-        Gpu("h100", 989, 1979, 80, 3.35, 3.00),
-        Gpu("h100-pcie", 756, 1513, 80, 2.0, 2.40),
-        Gpu("a100-80", 312, None, 80, 2.04, 1.50),
-        Gpu("a100-40", 312, None, 40, 1.56, 1.30),
-        Gpu("mi300x", 1307, 2615, 192, 5.3, 3.00, mfu=0.30),
-        Gpu("l40s", 362, 733, 45, 0.86, 1.00, mfu=0.35),
-        Gpu("a10g", 70, None, 22.5, 0.60, 1.00),
-        Gpu("l4", 121, 242, 22.5, 0.30, 0.70, mfu=0.30),
-        Gpu("t4", 65, None, 15, 0.32, 0.50, bf16=False, mfu=0.25),
-        Gpu("v100", 125, None, 16, 0.90, 0.60, bf16=False, mfu=0.25),
-        Gpu("rtx5090", 210, 419, 32, 1.79, 0.90),
-        Gpu("rtx4090", 165, 330, 24, 1.01, 0.50),
-        Gpu("rtx3090", 71, None, 24, 0.94, 0.30),
-        Gpu("apple", 14, None, 24, 0.27, None, device="mps", mfu=0.20),  # about an M4 Pro
+        Gpu("b200", r"B200\b", 2250, 179, 8.0, 6.00),
+        Gpu("h200", r"H200\b(?! NVL)", 989, 140, 4.8, 3.80),
+        Gpu("h100-pcie", r"H100 PCIe\b", 756, 80, 2.0, 2.40),
+        Gpu("h100", r"H100\b(?! NVL)", 989, 80, 3.35, 3.00),
+        Gpu("a100-80", r"A100\b.*\b80GB", 312, 80, 2.04, 1.50),
+        Gpu("a100-40", r"A100\b", 312, 40, 1.56, 1.30),
+        Gpu("mi300x", r"MI300X\b", 1307, 192, 5.3, 3.00, mfu=0.30),
+        Gpu("l40s", r"L40S\b", 362, 45, 0.86, 1.00, mfu=0.35),
+        Gpu("a10g", r"A10G\b", 70, 22.5, 0.60, 1.00),
+        Gpu("l4", r"L4\b", 121, 22.5, 0.30, 0.70, mfu=0.30),
+        Gpu("t4", r"T4\b", 65, 15, 0.32, 0.50, mfu=0.25),
+        Gpu("v100", r"V100\b", 125, 16, 0.90, 0.60, mfu=0.25),
+        Gpu("rtx5090", r"RTX 5090\b(?! (D|Laptop))", 210, 32, 1.79, 0.90),
+        Gpu("rtx4090", r"RTX 4090\b(?! (D|Laptop))", 165, 24, 1.01, 0.50),
+        Gpu("rtx3090", r"RTX 3090\b(?! (Ti|Laptop))", 71, 24, 0.94, 0.30),
+        Gpu("apple", r"Apple\b", 14, 24, 0.27, None, device="mps", mfu=0.20),  # about an M4 Pro
     )
 }
-
-# Names that torch reports. Whole words, so that GH200 does not match H200, and without laptop variants.
-_TORCH_NAMES = (
-    (r"\bB200\b", "b200"),
-    (r"\bH200\b(?! NVL)", "h200"),
-    (r"\bH100 PCIe\b", "h100-pcie"),
-    (r"\bH100\b(?! NVL)", "h100"),
-    (r"\bA100\b.*\b80GB", "a100-80"),
-    (r"\bA100\b", "a100-40"),
-    (r"\bMI300X\b", "mi300x"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bA10G\b", "a10g"),
-    (r"\bL4\b", "l4"),
-    (r"\bT4\b", "t4"),
-    (r"\bV100\b", "v100"),
-    (r"\bRTX 5090\b(?! (D|Laptop))", "rtx5090"),
-    (r"\bRTX 4090\b(?! (D|Laptop))", "rtx4090"),
-    (r"\bRTX 3090\b(?! (Ti|Laptop))", "rtx3090"),
-    (r"\bApple\b", "apple"),
-)
 
 
 def compute_dtype(machine: Hardware, requested: Dtype = "auto") -> "torch.dtype":
@@ -129,10 +109,7 @@ def named_gpu(name: str) -> Gpu:
 
 def find_gpu(torch_name: str) -> Gpu | None:
     """The entry for the device name that torch reports, such as 'NVIDIA H100 80GB HBM3'."""
-    for pattern, name in _TORCH_NAMES:
-        if re.search(pattern, torch_name, re.IGNORECASE):
-            return GPUS[name]
-    return None
+    return next((g for g in GPUS.values() if re.search(rf"\b{g.pattern}", torch_name, re.IGNORECASE)), None)
 
 
 def this_gpu(seconds: float = 0.3) -> Gpu:
@@ -146,7 +123,7 @@ def this_gpu(seconds: float = 0.3) -> Gpu:
         return replace(known, memory_gb=memory_gb or known.memory_gb)
     tflops = matmul_tflops(found, seconds)
     kind: Literal["cuda", "cpu"] = "cpu" if found.device == "cpu" else "cuda"
-    return Gpu(found.name, tflops, None, memory_gb, None, None, found.native_bf16, device=kind)
+    return Gpu(found.name, re.escape(found.name), tflops, memory_gb, None, None, device=kind)
 
 
 def matmul_tflops(found: Hardware, seconds: float = 0.3) -> float:
