@@ -162,9 +162,9 @@ def _sft() -> None:
 
 def _train_on_mixture(parent: str, mixture: str, name: str, chat_every: int = 0) -> None:
     from nanorun.train.base import Options
-    from nanorun.train.sft import Choices, train_sft
+    from nanorun.train.sft import SFTOptions, train_sft
 
-    choices = Choices(
+    choices = SFTOptions(
         parent,
         mixture,
         batch_tokens=2048,

@@ -173,7 +173,7 @@ def train_sft(
     if steps is not None and steps < 1:
         raise UserError(f"--steps is {steps}: it must be at least 1.")
     options = run_options(name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track)
-    choices = sft.Choices(
+    choices = sft.SFTOptions(
         parent=parent,
         mixture=mixture,
         tasks=task or (),

@@ -34,7 +34,7 @@ from nanorun.text.chat import render
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, loop, sft
 from nanorun.train.base import Material, Options, Parent, train_base
-from nanorun.train.sft import Choices, train_sft
+from nanorun.train.sft import SFTOptions, train_sft
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the lantern island harbour of a small light candle window is green and old boats come home".split()
@@ -89,8 +89,8 @@ def write_mixture(home: Path) -> None:
     (home / "mixture.json").write_text(json.dumps(mixture))
 
 
-def choices(world: Path, **changes) -> Choices:
-    return Choices(
+def choices(world: Path, **changes) -> SFTOptions:
+    return SFTOptions(
         **{"mixture": str(world / "mixture.json"), "save_every": 3, "batch_tokens": 512, **changes}
     )
 
@@ -134,7 +134,7 @@ def test_two_epochs_train_twice_the_tokens_and_steps_end_it_anywhere(world):
     five = train_sft(choices(world, steps=5), Options(name="five", fresh=True))
     assert five["steps"] == 5
     with pytest.raises(UserError, match="one of --steps and --epochs"):
-        Choices(steps=5, epochs=1)
+        SFTOptions(steps=5, epochs=1)
 
 
 def test_how_a_step_is_cut_up_changes_only_rounding_also_in_the_last_short_step(world):
@@ -231,7 +231,7 @@ def test_a_small_mixture_gets_a_smaller_batch_and_the_rates_that_go_with_it(worl
     parent = Config.from_dict(read_config("tiny-base"))
     few = sft.configure(parent, choices(world, context=256, batch_tokens=None), material_of(world, 256))
     asked = sft.configure(parent, choices(world, context=256, batch_tokens=2048), material_of(world, 256))
-    assert few.train.steps >= sft.FEWEST_STEPS or few.train.batch_tokens == 256
+    assert few.train.steps >= sft.MIN_STEPS or few.train.batch_tokens == 256
     assert asked.train.batch_tokens == 2048
     assert asked.optim.matrix_lr == pytest.approx(0.8 * parent.optim.matrix_lr * math.sqrt(2048 / 512))
 
@@ -340,7 +340,7 @@ def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
     ],
 )
 def test_a_run_is_named_after_its_parent(parent, mixture, name):
-    assert sft.name_after(parent, mixture) == name
+    assert sft.default_name(parent, mixture) == name
 
 
 def test_what_is_missing_is_one_sentence(world, tmp_path, monkeypatch):
