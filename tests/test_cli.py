@@ -313,7 +313,7 @@ def test_without_a_verb_the_help_is_shown(home):
         (["train", "base", "--data", "none"], "There is no dataset 'none'"),
         (["train", "base", "--flops", "nan"], "must be more than 0, and a number"),
         (["train", "base", "--ratio", "inf"], "must be more than 0, and a number"),
-        (["train", "base", "--config", "LICENSE", "--depth", "3"], "derive everything anew"),
+        (["train", "base", "--config", "LICENSE", "--depth", "3"], "derive a new configuration"),
         (["train", "base", "--config", "LICENSE"], "is not JSON"),
         (["bench", "infer", "--speculate", "draft"], "--speculate draft needs --draft"),
         (["bench", "infer", "--draft", "small"], "name it with --model"),

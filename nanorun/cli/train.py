@@ -36,30 +36,40 @@ from nanorun.cli.options import (
 )
 from nanorun.errors import UserError
 
-app = typer.Typer(help="Training: the base model, conversation, reinforcement.", no_args_is_help=True)
+app = typer.Typer(
+    help="Train a model: pretraining, supervised fine-tuning, reinforcement learning.", no_args_is_help=True
+)
 
 
 @app.command("base", epilog=example("nanorun train base --depth 12 --data mine-mine-32768"))
 def train_base(
-    depth: Annotated[int | None, typer.Option(min=1, max=200, help="The one dial (default: 12).")] = None,
-    name: Annotated[str | None, typer.Option(help="The run's name (default: base-dDEPTH).")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, max=200, help="Number of layers, which sets all else (default: 12).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Run name (default: base-dDEPTH).")] = None,
     ratio: Ratio = None,
     tokens: Tokens = None,
     flops: Flops = None,
     steps: Steps = None,
     batch_tokens: BatchTokens = None,
     device_batch: DeviceBatch = None,
-    context: Annotated[int | None, typer.Option(min=2, help="Tokens in a row (default: 2048).")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Context length in tokens (default: 2048).")
+    ] = None,
     data: Data = None,
     tokenizer: TokenizerName = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of weights and data order (default: 0).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the weights and the data order (default: 0).")
+    ] = None,
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints (default: 500).")
     ] = None,
     eval_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between evaluations (default: 250; 0: only at the end).")
+        int | None, typer.Option(min=0, help="Steps between evaluations; 0: at the end only (default: 250).")
     ] = None,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Less memory, a third more time.")] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Activation checkpointing: less memory, a third more time.")
+    ] = False,
     fp8: Fp8Name = None,
     deterministic: Deterministic = False,
     attention: BackendName = "auto",
@@ -67,14 +77,16 @@ def train_base(
     compiled: Compile = True,
     graphs: Graphs = True,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="Start from a run's config.json.")
+        Path | None, typer.Option("--config", help="Read the configuration from a run's config.json.")
     ] = None,
     track: Track = None,
     fresh: Fresh = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Also where the plan says more than a day.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Train even if the plan estimates more than a day.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Pretrains a model. A run whose folder exists goes on where it stopped."""
+    """Pretrain a base model. An existing run resumes from its last checkpoint."""
     from nanorun import tables
     from nanorun.config import Horizon
     from nanorun.plan.estimate import PlanTooLong
@@ -85,7 +97,7 @@ def train_base(
     if config_file is not None:
         if not all(value is None for value in (depth, context, ratio, tokens, flops)):
             raise UserError(
-                "--depth, --context, --ratio, --tokens and --flops derive everything anew: leave out --config, or them."
+                "--depth, --context, --ratio, --tokens and --flops derive a new configuration: give them or --config."
             )
         config = base.override(
             base.read_config(config_file),
@@ -111,7 +123,7 @@ def train_base(
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
         console.say(str(error))
-        if not typer.confirm("Train it all the same?", err=True):
+        if not typer.confirm("Train anyway?", err=True):
             raise typer.Exit(2) from None
         summary = base.train_base(config, options)
     show(summary, as_json, tables.run_summary(summary))
@@ -120,43 +132,41 @@ def train_base(
 @app.command("sft", epilog=example("nanorun train sft --from base-d12 --mixture sft --task mine.py"))
 def train_sft(
     parent: Annotated[
-        str | None, typer.Option("--from", help="The run to begin from (default: the newest base model).")
+        str | None, typer.Option("--from", help="Run to start from (default: the newest base model).")
     ] = None,
     mixture: Annotated[
-        str, typer.Option(help="sft, mid, sample, sample-mid or a .json file (docs/tasks.md).")
+        str, typer.Option(help="Mixture: sft, mid, sample, sample-mid or a .json file (docs/tasks.md).")
     ] = "sft",
     task: Annotated[
         list[str] | None,
-        typer.Option(help="A task of yours as well, FILE.py or FILE.py:Class. Its code is run."),
+        typer.Option(help="Add your own task, FILE.py or FILE.py:Class. Runs its code."),
     ] = None,
     task_files: TaskFiles = None,
-    name: Annotated[str | None, typer.Option(help="The run's name (default: after its parent).")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the mixture (default: 1).")] = None,
+    name: Annotated[str | None, typer.Option(help="Run name (default: derived from the parent's).")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs over the mixture (default: 1).")] = None,
     steps: Steps = None,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Tokens in a step (default: the parent's, less where that makes few steps)."
-        ),
+        typer.Option(min=1, help="Tokens per step (default: the parent's, or less to make enough steps)."),
     ] = None,
     device_batch: DeviceBatch = None,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens in a row (default: the parent's).")
+        int | None, typer.Option(min=2, help="Context length in tokens (default: the parent's).")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of conversations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the data order.")] = 0,
     warm: Annotated[
-        bool, typer.Option("--warm/--cold", help="With the parent's optimizer state, or without.")
+        bool, typer.Option("--warm/--cold", help="Start with the parent's optimizer state, or without.")
     ] = True,
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints (default: the parent's).")
     ] = None,
     eval_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between evaluations (default: four in all).")
+        int | None, typer.Option(min=0, help="Steps between evaluations (default: four in total).")
     ] = None,
     chat_every: Annotated[
-        int, typer.Option(min=0, help="Steps between looks at ChatCORE, and one at the end; 0: none.")
+        int, typer.Option(min=0, help="Steps between ChatCORE evaluations, and one at the end; 0: none.")
     ] = 0,
-    chat_problems: Annotated[int, typer.Option(min=1, help="Questions of each task at such a look.")] = 25,
+    chat_problems: Annotated[int, typer.Option(min=1, help="Questions per task in each of them.")] = 25,
     deterministic: Deterministic = False,
     attention: BackendName = "auto",
     dtype: DtypeName = "auto",
@@ -166,14 +176,14 @@ def train_sft(
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Teaches a base model to converse. A run whose folder exists goes on where it stopped."""
+    """Fine-tune a base model on conversations. An existing run resumes from its last checkpoint."""
     from nanorun import tables
     from nanorun.train import sft
 
     if steps is not None and steps < 1:
         raise UserError(f"--steps is {steps}: it must be at least 1.")
     options = run_options(name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track)
-    choices = sft.SFTOptions(
+    sft_options = sft.SFTOptions(
         parent=parent,
         mixture=mixture,
         tasks=task or (),
@@ -189,39 +199,43 @@ def train_sft(
         chat_every=chat_every,
         chat_problems=chat_problems,
     )
-    summary = sft.train_sft(choices, options)
+    summary = sft.train_sft(sft_options, options)
     show(summary, as_json, tables.run_summary(summary))
 
 
 @app.command("rl", epilog=example("nanorun train rl --task gsm8k --steps 200"))
 def train_rl(
     task: Annotated[
-        list[str] | None, typer.Option(help="What to learn: a name, or file.py:Class. May be given again.")
+        list[str] | None, typer.Option(help="Task to train on: a name, or file.py:Class. Repeatable.")
     ] = None,
     parent: Annotated[
-        str | None, typer.Option("--from", help="The run to start from (default: the newest sft, or base).")
+        str | None, typer.Option("--from", help="Run to start from (default: the newest sft, or base).")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The run's name (default: rl-dDEPTH).")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: all problems once).")] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Problems a step.")] = 16,
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies to each problem.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
+    name: Annotated[str | None, typer.Option(help="Run name (default: rl-dDEPTH).")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Train for this many steps (default: one epoch).")
+    ] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Problems per step.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts per problem.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a reply.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     clip: Annotated[
-        float | None, typer.Option(help="PPO's limit to the ratio, such as 0.2 (default: none).")
+        float | None, typer.Option(help="PPO clipping of the importance ratio, such as 0.2 (default: none).")
     ] = None,
-    kl: Annotated[float, typer.Option(help="Pull towards the start, such as 0.01.")] = 0.0,
-    inner_updates: Annotated[int, typer.Option(min=1, help="Updates by the samples of one step.")] = 1,
+    kl: Annotated[
+        float, typer.Option(help="Coefficient of the KL penalty towards the parent, such as 0.01.")
+    ] = 0.0,
+    inner_updates: Annotated[int, typer.Option(min=1, help="Updates with the rollouts of one step.")] = 1,
     normalize_std: Annotated[
-        bool, typer.Option("--normalize-std", help="Divide advantages by their deviation.")
+        bool, typer.Option("--normalize-std", help="Divide advantages by their standard deviation.")
     ] = False,
-    rate_share: Annotated[float, typer.Option(help="Learning rates, as a share of the parent's.")] = 0.05,
+    rate_share: Annotated[float, typer.Option(help="Learning rates, as a fraction of the parent's.")] = 0.05,
     eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
-    device_batch: Annotated[int | None, typer.Option(min=1, help="Replies in a micro-batch.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the problems' order and the samples.")] = 0,
+    device_batch: Annotated[int | None, typer.Option(min=1, help="Rollouts per micro-batch.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problem order and the sampling.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 25,
     eval_every: Annotated[
-        int, typer.Option(min=0, help="Steps between evaluations; 0: only at the end.")
+        int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
     ] = 25,
     deterministic: Deterministic = False,
     dtype: DtypeName = "auto",
@@ -230,14 +244,14 @@ def train_rl(
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Reinforcement learning: a chat model gets better at a task by trying. Goes on where it stopped."""
+    """Reinforcement learning on a task's rewards. An existing run resumes from its last checkpoint."""
     from nanorun import tables
     from nanorun.evals.chat import open_task
     from nanorun.train import rl
 
     opener = functools.partial(open_task, folder=files)
     options = rl.RLOptions(fresh, device_batch, check_dtype(dtype), compiled, deterministic)
-    run, config, learning = rl.configure(
+    run, config, rl_config = rl.configure(
         task or [],
         parent=parent,
         name=name,
@@ -256,5 +270,5 @@ def train_rl(
         normalize_std=normalize_std,
         eval_problems=eval_problems,
     )
-    summary = rl.train_rl(run, config, learning, options, opener)
+    summary = rl.train_rl(run, config, rl_config, options, opener)
     show(summary, as_json, tables.rl_summary(summary))
