@@ -162,12 +162,19 @@ class OptimConfig:
     warmdown: float = 0.65  # fraction of the run over which the learning rate falls
     final_lr_fraction: float = 0.05
 
+    def learning_rates(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name.endswith("_lr")}
+
     def fine_tuning(self, lr_fraction: float, warmdown: float) -> "OptimConfig":
         """For a stage that starts from trained weights: every learning rate times `lr_fraction`, falling to 0. No
         weight decay, since the parent's schedule had reached 0."""
-        lrs = {name: lr_fraction * value for name, value in vars(self).items() if name.endswith("_lr")}
         return replace(
-            self, **lrs, final_lr_fraction=0.0, matrix_weight_decay=0.0, warmup_steps=0, warmdown=warmdown
+            self,
+            **{name: lr * lr_fraction for name, lr in self.learning_rates().items()},
+            final_lr_fraction=0.0,
+            matrix_weight_decay=0.0,
+            warmup_steps=0,
+            warmdown=warmdown,
         )
 
 
@@ -367,15 +374,10 @@ def scale(
     by_batch = math.sqrt(batch_tokens / REFERENCE_BATCH)
     by_width = (model.dim / 768) ** -0.5
     base = OptimConfig()
+    lrs = {name: lr * by_batch * by_width for name, lr in base.learning_rates().items()}
     optim = replace(
         base,
-        matrix_lr=base.matrix_lr * by_batch,
-        embedding_lr=base.embedding_lr * by_batch * by_width,
-        value_embedding_lr=base.value_embedding_lr * by_batch * by_width,
-        head_lr=base.head_lr * by_batch * by_width,
-        lambda_lr=base.lambda_lr * by_batch * by_width,
-        mu_lr=base.mu_lr * by_batch * by_width,
-        gate_lr=base.gate_lr * by_batch * by_width,
+        **{**lrs, "matrix_lr": base.matrix_lr * by_batch},  # Muon's updates need no scaling by width
         matrix_weight_decay=min(base.matrix_weight_decay * by_batch / growth, MAX_WEIGHT_DECAY),
         warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
     )

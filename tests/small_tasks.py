@@ -119,7 +119,7 @@ def tiny_config(steps: int = 1) -> Config:
     """Learning rates about as `scale` sets them for so narrow a model: smaller ones would take the tests too long."""
     model = scale_model(2, 265, context=32, dim=32, heads=2, kv_heads=2)
     usual = OptimConfig()
-    lrs = {name: 5 * getattr(usual, name) for name in vars(usual) if name.endswith("_lr")}
+    lrs = {name: 5 * lr for name, lr in usual.learning_rates().items()}
     optim = replace(usual, **{**lrs, "matrix_lr": 0.04})
     return Config(model, optim, TrainConfig(steps=steps), "sample", "bytes", "sft")
 

@@ -37,15 +37,13 @@ from nanorun.cli.options import (
 from nanorun.errors import UserError
 
 app = typer.Typer(
-    help="Train a model: pretraining, supervised fine-tuning, reinforcement learning.", no_args_is_help=True
+    help="Pretraining, supervised fine-tuning and reinforcement learning.", no_args_is_help=True
 )
 
 
 @app.command("base", epilog=example("nanorun train base --depth 12 --data mine-mine-32768"))
 def train_base(
-    depth: Annotated[
-        int | None, typer.Option(min=1, max=200, help="Number of layers, which sets all else (default: 12).")
-    ] = None,
+    depth: Annotated[int | None, typer.Option(min=1, max=200, help="Number of layers (default: 12).")] = None,
     name: Annotated[str | None, typer.Option(help="Run name (default: base-dDEPTH).")] = None,
     ratio: Ratio = None,
     tokens: Tokens = None,
@@ -53,13 +51,11 @@ def train_base(
     steps: Steps = None,
     batch_tokens: BatchTokens = None,
     device_batch: DeviceBatch = None,
-    context: Annotated[
-        int | None, typer.Option(min=2, help="Context length in tokens (default: 2048).")
-    ] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="Context length (default: 2048).")] = None,
     data: Data = None,
     tokenizer: TokenizerName = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the weights and the data order (default: 0).")
+        int | None, typer.Option(min=0, help="Seed of weights and data order (default: 0).")
     ] = None,
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between checkpoints (default: 500).")
@@ -68,7 +64,7 @@ def train_base(
         int | None, typer.Option(min=0, help="Steps between evaluations; 0: at the end only (default: 250).")
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Activation checkpointing: less memory, a third more time.")
+        bool, typer.Option("--recompute", help="Activation checkpointing, a third slower.")
     ] = False,
     fp8: Fp8Name = None,
     deterministic: Deterministic = False,
@@ -81,9 +77,7 @@ def train_base(
     ] = None,
     track: Track = None,
     fresh: Fresh = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Train even if the plan estimates more than a day.")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Also if the estimate is over a day.")] = False,
     as_json: Json = False,
 ) -> None:
     """Pretrain a base model. An existing run resumes from its last checkpoint."""
@@ -151,7 +145,7 @@ def train_sft(
     ] = None,
     device_batch: DeviceBatch = None,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Context length in tokens (default: the parent's).")
+        int | None, typer.Option(min=2, help="Context length (default: the parent's).")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data order.")] = 0,
     warm: Annotated[
@@ -212,27 +206,21 @@ def train_rl(
         str | None, typer.Option("--from", help="Run to start from (default: the newest sft, or base).")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Run name (default: rl-dDEPTH).")] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Train for this many steps (default: one epoch).")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps (default: one epoch).")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Problems per step.")] = 16,
     samples: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts per problem.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a reply.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    clip: Annotated[
-        float | None, typer.Option(help="PPO clipping of the importance ratio, such as 0.2 (default: none).")
-    ] = None,
-    kl: Annotated[
-        float, typer.Option(help="Coefficient of the KL penalty towards the parent, such as 0.01.")
-    ] = 0.0,
+    clip: Annotated[float | None, typer.Option(help="PPO clip of the importance ratio, such as 0.2.")] = None,
+    kl: Annotated[float, typer.Option(help="Weight of the KL penalty to the parent, such as 0.01.")] = 0.0,
     inner_updates: Annotated[int, typer.Option(min=1, help="Updates with the rollouts of one step.")] = 1,
     normalize_std: Annotated[
         bool, typer.Option("--normalize-std", help="Divide advantages by their standard deviation.")
     ] = False,
-    rate_share: Annotated[float, typer.Option(help="Learning rates, as a fraction of the parent's.")] = 0.05,
+    rate_share: Annotated[float, typer.Option(help="Fraction of the parent's learning rates.")] = 0.05,
     eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
     device_batch: Annotated[int | None, typer.Option(min=1, help="Rollouts per micro-batch.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the problem order and the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of problem order and sampling.")] = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 25,
     eval_every: Annotated[
         int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
