@@ -271,7 +271,7 @@ def _build(part: str, kind: type, record: Any) -> Any:
     return kind(**record)
 
 
-_MEANT: dict[Any, tuple[tuple[type, ...], str]] = {
+_JSON_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {  # accepted types, and their name in an error
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     str: ((str,), "text"),
@@ -280,19 +280,19 @@ _MEANT: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def _check(name: str, value: Any, hint: Any) -> None:
-    """What JSON has for a field, against the field's type, in a person's words."""
+    """Raises if a value from JSON does not have the field's type."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             choices = ", ".join(get_args(hint))
             raise UserError(f"The configuration's {name} is {_shown(value)}: choose among {choices}.")
         return
-    kinds = get_args(hint) or (hint,)  # `int | None` has two
+    kinds = get_args(hint) or (hint,)  # two of them for `int | None`
     if value is None and type(None) in kinds:
         return
-    types, words = _MEANT[next(kind for kind in kinds if kind is not type(None))]
-    right = isinstance(value, types) and isinstance(value, bool) == (bool in types)
-    if not right or (isinstance(value, float) and not math.isfinite(value)):
-        raise UserError(f"The configuration's {name} is {_shown(value)}: it must be {words}.")
+    types, expected = _JSON_TYPES[next(kind for kind in kinds if kind is not type(None))]
+    has_type = isinstance(value, types) and isinstance(value, bool) == (bool in types)
+    if not has_type or (isinstance(value, float) and not math.isfinite(value)):
+        raise UserError(f"The configuration's {name} is {_shown(value)}: it must be {expected}.")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -306,7 +306,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long to train: one of these, or nothing for the default ratio."""
+    """The length of a run: one of these, or none for the default ratio."""
 
     ratio: float | None = None
     tokens: int | None = None
@@ -314,11 +314,11 @@ class Horizon:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
-        if len(given) > 1:
-            raise UserError(f"Give one of --{', --'.join(given)}: each of them fixes how long to train.")
-        if any(not 0 < getattr(self, name) < math.inf for name in given):
-            raise UserError(f"--{given[0]} must be more than 0, and a number.")
+        names = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if len(names) > 1:
+            raise UserError(f"Give one of --{', --'.join(names)}: each fixes the length of the run.")
+        if any(not 0 < getattr(self, name) < math.inf for name in names):
+            raise UserError(f"--{names[0]} must be a number more than 0.")
 
 
 def largest_divisor(total: int, at_most: int) -> int:
@@ -346,21 +346,21 @@ def scale(
     model_changes: Mapping[str, Any] | None = None,
     train_changes: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Everything from the one dial."""
+    """The whole configuration, derived from the depth."""
     horizon = horizon or Horizon()
     model = scale_model(depth, vocab_size, context, **(model_changes or {}))
     reference = scale_model(REFERENCE_DEPTH, vocab_size, context)
     ratio = horizon.ratio or DEFAULT_RATIO
-    wanted = ratio * model.scaling_parameters
+    tokens = ratio * model.scaling_parameters
     if horizon.tokens is not None:
-        wanted = horizon.tokens
+        tokens = horizon.tokens
     elif horizon.flops is not None:
-        wanted = horizon.flops / model.flops_per_token
-    growth = wanted / (ratio * reference.scaling_parameters)  # D / D_d12
+        tokens = horizon.flops / model.flops_per_token
+    data_ratio = tokens / (ratio * reference.scaling_parameters)  # to the reference model's tokens
     if horizon.steps is not None:
-        growth = model.scaling_parameters / reference.scaling_parameters
+        data_ratio = model.scaling_parameters / reference.scaling_parameters
     if batch_tokens is None:
-        batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * growth**0.383))
+        batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * data_ratio**0.383))
         batch_tokens = max(batch_tokens, context)
     if batch_tokens < context:
         raise UserError(
@@ -368,8 +368,8 @@ def scale(
             "or a smaller --context."
         )
     batch_tokens = batch_tokens // context * context
-    steps = horizon.steps or max(round(wanted / batch_tokens), 1)
-    growth = steps * batch_tokens / (ratio * reference.scaling_parameters)
+    steps = horizon.steps or max(round(tokens / batch_tokens), 1)
+    data_ratio = steps * batch_tokens / (ratio * reference.scaling_parameters)
 
     by_batch = math.sqrt(batch_tokens / REFERENCE_BATCH)
     by_width = (model.dim / 768) ** -0.5
@@ -378,7 +378,7 @@ def scale(
     optim = replace(
         base,
         **{**lrs, "matrix_lr": base.matrix_lr * by_batch},  # Muon's updates need no scaling by width
-        matrix_weight_decay=min(base.matrix_weight_decay * by_batch / growth, MAX_WEIGHT_DECAY),
+        matrix_weight_decay=min(base.matrix_weight_decay * by_batch / data_ratio, MAX_WEIGHT_DECAY),
         warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
     )
     train = TrainConfig(steps=steps, batch_tokens=batch_tokens, **(train_changes or {}))
