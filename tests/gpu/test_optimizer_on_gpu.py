@@ -1,4 +1,4 @@
-"""The compiled optimizer on CUDA: it follows the eager one, never compiles again, and never waits for the device."""
+"""The compiled optimizer on CUDA: it follows the eager one, never recompiles, and never syncs."""
 
 import torch
 from torch import nn
@@ -40,8 +40,8 @@ def test_compiled_steps_follow_eager_ones_without_a_sync_or_a_second_compile():
             torch.cuda.set_sync_debug_mode("error" if step else "default")
             try:
                 optimizer.clip_grad_norm(1.0)
-                wanted = optimizer.clip_grad_norm() < 1e9  # known on the device alone
-                optimizer.step(scheduled_hyperparameters(step, 10, CONFIG), wanted)
+                apply_update = optimizer.clip_grad_norm() < 1e9  # known on the device alone
+                optimizer.step(scheduled_hyperparameters(step, 10, CONFIG), apply_update)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         if step == 0:
@@ -49,6 +49,6 @@ def test_compiled_steps_follow_eager_ones_without_a_sync_or_a_second_compile():
     assert counters["stats"]["unique_graphs"] == graphs
     for name in eager:
         moved = (eager[name] - start[name]).norm()
-        # bf16 products are rounded at other places when fused, and orthogonalising magnifies small singular values:
+        # bf16 products are rounded at other places when fused, and orthogonalizing magnifies small singular values:
         # 0.08 to 0.16 were measured on an H200
         assert (compiled[name] - eager[name]).norm() < (0.25 if "blocks" in name else 1e-3) * moved, name

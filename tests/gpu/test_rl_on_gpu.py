@@ -1,4 +1,4 @@
-"""Reinforcement learning on a GPU: the engine in bf16 with its graphs, the trainer beside it, both on one device."""
+"""Reinforcement learning on a GPU: engine and trainer on one device."""
 
 import pytest
 from small_tasks import Echo, furnish, half_taught, open_task

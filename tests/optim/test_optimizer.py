@@ -87,11 +87,11 @@ def test_a_stack_of_matrices_follows_the_plain_loop(variant, shape):
         optimizer.step(now)
     for i, matrix in enumerate(matrices):
         expected = plain_muon(starts[i], list(gradients[:, i]), schedule, config)
-        assert (expected - starts[i]).norm() > 0.5  # it went somewhere
+        assert (expected - starts[i]).norm() > 0.5  # not a trivial update
         torch.testing.assert_close(matrix.detach(), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_an_update_that_is_not_wanted_changes_nothing_and_is_not_counted():
+def test_a_discarded_update_changes_nothing_and_is_not_counted():
     twice, once = model_parameters(), model_parameters()
     optimizers = [
         Optimizer(group_parameters(p.items(), CONFIG), CONFIG, compiled=False) for p in (twice, once)
@@ -170,7 +170,7 @@ def test_stacks_are_of_equal_length_and_never_too_large():
 
 
 @pytest.mark.parametrize("shape", [(3, 10, 10), (3, 24, 8), (3, 8, 24)], ids=str)
-def test_normuon_evens_out_the_lines_and_keeps_the_frobenius_norm(shape):
+def test_normuon_equalizes_row_norms_and_keeps_the_frobenius_norm(shape):
     torch.manual_seed(1)
     update = torch.randn(shape, dtype=torch.float64) * torch.logspace(-2, 1, shape[1])[:, None]
     update = update * torch.logspace(-1, 1, shape[2])
@@ -180,7 +180,7 @@ def test_normuon_evens_out_the_lines_and_keeps_the_frobenius_norm(shape):
     for _ in range(3):
         evened, second = normalize_rows(update, second, beta2)
         torch.testing.assert_close(torch.linalg.matrix_norm(evened), torch.linalg.matrix_norm(update))
-    lines = evened.square().mean(average)  # the same update each time: its lines end equally long
+    lines = evened.square().mean(average)  # the same update each time, so all rows end with the same norm
     torch.testing.assert_close(lines, lines.mean(-1, keepdim=True).expand_as(lines))
 
 
@@ -211,7 +211,7 @@ def test_cautious_decay_shrinks_only_what_the_update_shrinks_too():
 
 
 def test_muon_solves_a_skewed_regression_in_fewer_updates_than_sgd():
-    """Input directions of sizes 1 to 1/60, all equally needed: the largest limits the rate of gradient descent."""
+    """Input directions of sizes 1 to 1/60, all equally needed: the largest limits the learning rate of SGD."""
     torch.manual_seed(3)
     sizes = torch.logspace(0, -1.8, 16)
     inputs = 8 * torch.linalg.qr(torch.randn(64, 16))[0] * sizes
@@ -297,7 +297,7 @@ def test_every_parameter_is_in_the_group_its_name_says():
 
 
 @pytest.mark.parametrize("name", ["blocks.0.attention.new.weight", "blocks.0.mlp.up.bias", "xembed.weight"])
-def test_an_unknown_name_is_refused(name):
+def test_a_parameter_that_no_rule_matches_is_an_error(name):
     params = {**model_parameters(), name: nn.Parameter(torch.zeros(8, 8))}
     with pytest.raises(ValueError, match=name):
         group_parameters(params.items(), CONFIG)
@@ -334,7 +334,7 @@ def test_clipping_is_torchs_clipping(max_norm):
         torch.testing.assert_close(ours[name].grad, theirs[name].grad)
 
 
-def test_without_a_limit_clip_only_measures():
+def test_without_a_limit_clip_grad_norm_only_returns_the_norm():
     params = model_parameters()
     set_gradients(params, 0)
     before = {name: param.grad.clone() for name, param in params.items()}
@@ -344,7 +344,7 @@ def test_without_a_limit_clip_only_measures():
     assert all(torch.equal(params[name].grad, before[name]) for name in params)
 
 
-def test_gradients_are_dropped_or_zeroed_where_they_are():
+def test_gradients_are_dropped_or_zeroed_in_place():
     params = model_parameters()
     optimizer = build(params)
     set_gradients(params, 0)
@@ -359,13 +359,15 @@ def test_gradients_are_dropped_or_zeroed_where_they_are():
 # --- the compiler -----------------------------------------------------------------------------------------
 
 
-def test_schedules_never_compile_again_and_compiled_is_eager():
+def test_schedules_never_recompile_and_compiled_equals_eager():
     torch._dynamo.reset()
     counters.clear()
     compiled_params, eager_params = model_parameters(torch.float32), model_parameters(torch.float32)
     compiled = build(compiled_params, compiled=True, backend="aot_eager")
     eager = build(eager_params)
-    for step in range(6):  # rate, momentum, decay and bias corrections all differ from step to step
+    for step in range(
+        6
+    ):  # learning rate, momentum, weight decay and bias corrections all differ from step to step
         set_gradients(compiled_params, step)
         set_gradients(eager_params, step)
         now = scheduled_hyperparameters(step, 10, CONFIG)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between processes: saved, loaded by one with other stacks, refused where it does not fit."""
+"""Optimizer state: saved, loaded by an optimizer with other stacks, rejected where it does not match."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from small_model import build, model_parameters, train
 from nanorun.errors import UserError
 
 
-def test_a_new_process_goes_on_bit_identically(tmp_path: Path):
+def test_a_new_process_resumes_bit_identically(tmp_path: Path):
     straight = model_parameters(torch.float32)
     train(straight, build(straight), 0, 10)
 
@@ -40,7 +40,7 @@ torch.save({{name: param.detach() for name, param in params.items()}}, "end.pt")
     assert all(torch.equal(end[name], straight[name]) for name in straight)
 
 
-def test_the_state_goes_into_a_safetensors_file_as_it_is(tmp_path: Path):
+def test_the_state_round_trips_through_safetensors(tmp_path: Path):
     safetensors = pytest.importorskip("safetensors.torch")
     params = model_parameters(torch.float32)
     optimizer = build(params)
@@ -85,7 +85,7 @@ def test_the_state_is_by_parameter_and_fits_other_stacks():
         ),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage, says):
+def test_a_state_that_does_not_match_is_rejected_and_changes_nothing(damage, says):
     params = model_parameters()
     optimizer = build(params)
     train(params, optimizer, 0, 2)

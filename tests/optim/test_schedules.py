@@ -33,7 +33,7 @@ def test_everything_stays_within_its_bounds(data, steps, config):
     assert 0.85 - TINY <= now.momentum <= 0.97 + TINY
     assert 0 <= now.weight_decay_scale <= 1
     if step < steps and (config.warmdown < 1 or step > 0 or config.final_lr_fraction > 0):
-        assert now.lr_scale > 0  # every update learns something
+        assert now.lr_scale > 0  # every update changes something
 
 
 @given(st.data(), lengths, configs)
@@ -82,12 +82,12 @@ def test_a_short_run_shortens_the_momentum_ramp_to_a_quarter():
     assert momentum(5, 40, config) == pytest.approx(0.91)
 
 
-def test_without_warmup_and_warmdown_the_rate_is_constant():
+def test_without_warmup_and_warmdown_the_learning_rate_is_constant():
     flat = OptimConfig(warmup_steps=0, warmdown=0.0)
     assert {lr_scale(step, 100, flat) for step in range(101)} == {1.0}
     assert scheduled_hyperparameters(0, 1, flat) == ScheduledHyperparameters(1.0, 0.97, 1.0)
 
 
-def test_rl_falls_in_one_line_to_zero_and_its_last_update_still_learns():
+def test_rl_falls_linearly_to_zero_and_its_last_update_still_trains():
     falling = OptimConfig(warmup_steps=0, warmdown=1.0, final_lr_fraction=0.0)
     assert [lr_scale(step, 4, falling) for step in range(5)] == pytest.approx([1, 0.75, 0.5, 0.25, 0])

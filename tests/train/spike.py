@@ -1,8 +1,8 @@
-"""A model that goes wrong when it is told to."""
+"""A model whose loss is NaN in chosen calls."""
 
 
 class Spike:
-    """The model, but its loss is not a number in the calls named."""
+    """The model, but its loss is NaN in the given calls."""
 
     def __init__(self, forward, bad: set[int]) -> None:
         self.forward, self.bad, self.calls = forward, bad, 0

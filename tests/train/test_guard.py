@@ -1,4 +1,4 @@
-"""Signals end a run in order, bad steps are caught and ordinary ones are not, lost speed is noticed."""
+"""Signals end a run with a checkpoint, bad steps are skipped and ordinary ones are not, lost throughput is reported."""
 
 import json
 import math
@@ -143,7 +143,7 @@ def test_before_the_warm_up_only_nan_is_bad():
     ]
 
 
-def test_a_norm_that_stays_high_with_a_loss_as_usual_is_the_new_usual():
+def test_a_norm_that_stays_high_with_an_ordinary_loss_becomes_the_new_median():
     guard = warmed_up()
     assert [guard.check(3.0, 10.0) for _ in range(5)] == ["skip", "skip", "ok", "ok", "ok"]
     assert guard.check(3.0, 0.5) == "ok"
@@ -159,7 +159,7 @@ def test_a_norm_that_rises_slowly_while_the_loss_falls_never_ends_a_run():
     assert found.count("skip") < 75
 
 
-def test_three_bad_steps_in_a_row_go_back_and_going_back_in_vain_ends_the_run():
+def test_three_bad_steps_in_a_row_roll_back_and_repeated_rollbacks_end_the_run():
     guard = warmed_up()
     at_checkpoint = guard.state_dict()
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_three_bad_steps_in_a_row_go_back_and_going_back_in_vain_ends_the_run():
     assert guard.skips == 12
 
 
-def test_going_back_far_and_failing_at_the_same_place_is_no_progress():
+def test_rolling_back_far_and_failing_at_the_same_place_is_no_progress():
     guard = warmed_up()
     at_checkpoint = guard.state_dict()
     for attempt in range(4):
@@ -183,7 +183,7 @@ def test_going_back_far_and_failing_at_the_same_place_is_no_progress():
         guard.load_rolled_back_state(at_checkpoint)
 
 
-def test_progress_behind_the_trouble_forgives():
+def test_progress_past_the_failure_resets_the_rollback_count():
     guard = warmed_up()
     for _ in range(20):
         assert [guard.check(math.nan, 1.0) for _ in range(3)][-1] == "rollback"
@@ -203,7 +203,7 @@ def verdicts(guard: TrainingGuard, steps: list[tuple[float, float]]) -> list[str
 
 @given(st.lists(st.one_of(ordinary, bad), max_size=150), st.integers(0, 150))
 @settings(max_examples=100, deadline=None)
-def test_a_restored_guard_goes_on_with_the_same_decisions(steps, cut):
+def test_a_restored_guard_gives_the_same_verdicts(steps, cut):
     options = {"warmup": 4, "window": 8}
     whole = verdicts(TrainingGuard(**options), steps)
     first = TrainingGuard(**options)
@@ -218,7 +218,7 @@ def test_a_restored_guard_goes_on_with_the_same_decisions(steps, cut):
 
 @given(st.lists(st.one_of(ordinary, bad), max_size=150))
 @settings(max_examples=100, deadline=None)
-def test_nothing_infinite_is_accepted_and_three_in_a_row_always_send_the_run_back(steps):
+def test_nothing_infinite_is_accepted_and_three_in_a_row_always_roll_back(steps):
     found = verdicts(TrainingGuard(warmup=4, window=8), steps)
     skipped = infinite = 0  # in a row
     for (loss, norm), verdict in zip(steps, found, strict=False):
@@ -232,32 +232,32 @@ def test_nothing_infinite_is_accepted_and_three_in_a_row_always_send_the_run_bac
         assert infinite < 3
 
 
-def feed(watch: ThroughputMonitor, rates: list[float], waiting: float = 0.0) -> list[str]:
-    said = [watch.record(1000, 1000 / rate, waiting * 1000 / rate) for rate in rates]
-    return [line for line in said if line]
+def record(watch: ThroughputMonitor, speeds: list[float], waiting: float = 0.0) -> list[str]:
+    warnings = [watch.record(1000, 1000 / speed, waiting * 1000 / speed) for speed in speeds]
+    return [line for line in warnings if line]
 
 
-USUAL = [1000.0, 990.0, 1010.0] * 20
+TYPICAL = [1000.0, 990.0, 1010.0] * 20
 
 
-def test_speed_that_stays_low_is_noticed_once():
+def test_throughput_that_stays_low_is_reported_once():
     watch = ThroughputMonitor(read_machine=MachineState)
-    assert feed(watch, USUAL) == []
-    assert feed(watch, [100.0, 1000.0] * 20) == [], "single slow steps are nothing"
-    assert feed(watch, [800.0] * 4) == []
-    (line,) = feed(watch, [800.0] * 20)
+    assert record(watch, TYPICAL) == []
+    assert record(watch, [100.0, 1000.0] * 20) == [], "single slow steps are nothing"
+    assert record(watch, [800.0] * 4) == []
+    (line,) = record(watch, [800.0] * 20)
     assert "800 tokens/s, 80% of the median" in line
     assert "no cause is visible" in line
 
 
 def test_the_first_steps_and_small_losses_are_nothing():
     watch = ThroughputMonitor(read_machine=MachineState)
-    assert feed(watch, [1e6] * 10 + USUAL + [900.0] * 50) == []
+    assert record(watch, [1e6] * 10 + TYPICAL + [900.0] * 50) == []
 
 
 def test_a_warning_comes_again_after_a_while():
     watch = ThroughputMonitor(read_machine=MachineState, steps_between_warnings=30)
-    assert len(feed(watch, USUAL + [500.0] * 40)) == 2
+    assert len(record(watch, TYPICAL + [500.0] * 40)) == 2
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ def test_a_warning_comes_again_after_a_while():
 def test_the_likely_cause_is_named(before, now, waiting, cause):
     views = iter([before, now])
     watch = ThroughputMonitor(read_machine=lambda: next(views))
-    assert feed(watch, USUAL) == []
-    (line,) = feed(watch, [500.0] * 10, waiting)
+    assert record(watch, TYPICAL) == []
+    (line,) = record(watch, [500.0] * 10, waiting)
     assert cause in line
 
 
-def test_the_machine_can_be_looked_at_anywhere():
+def test_the_machine_state_can_be_read_anywhere():
     machine = read_machine_state()
     assert machine.cores == os.cpu_count()
     assert machine.load is not None
@@ -298,7 +298,7 @@ def test_the_machine_can_be_looked_at_anywhere():
     )
 )
 @settings(max_examples=200, deadline=None)
-def test_the_limits_told_before_a_step_are_those_of_the_verdict_after_it(steps):
+def test_the_limits_before_a_step_are_those_of_the_verdict_after_it(steps):
     guard = TrainingGuard(warmup=5, window=20, max_rollbacks=10**6)
     for loss, norm in steps:
         largest_loss, largest_norm = guard.limits()
@@ -306,14 +306,14 @@ def test_the_limits_told_before_a_step_are_those_of_the_verdict_after_it(steps):
         assert on_device == (guard.check(loss, norm) == "ok")
 
 
-def test_the_loss_scale_falls_at_overflow_and_rises_after_quiet_steps():
+def test_the_loss_scale_falls_at_overflow_and_rises_after_steps_without_overflow():
     scale = LossScaler(active=True, patience=3)
     assert scale.update(2.0, math.inf)
     assert scale.update(2.0, math.nan)
     assert scale.scale == 2.0**14
     assert [scale.update(2.0, 1.0) for _ in range(3)] == [False] * 3
     assert scale.scale == 2.0**15
-    assert not scale.update(math.nan, math.nan), "a loss that is no number is not the scale's fault"
+    assert not scale.update(math.nan, math.nan), "a NaN loss is not the scale's fault"
     again = LossScaler(active=True)
     again.load_state_dict(scale.state_dict())
     assert again.state_dict() == scale.state_dict()

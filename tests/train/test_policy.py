@@ -1,4 +1,4 @@
-"""The policy gradient is the one of the books: compared with plain arithmetic in float64."""
+"""The policy gradient, compared with plain arithmetic in float64."""
 
 import math
 import random
@@ -15,7 +15,7 @@ TOKENS, VOCAB = 7, 5
 
 
 def plain_loss(logits, targets, old, worth, reference, clip, kl, temperature):
-    """Written out for one number after the other; only `logits` move."""
+    """Written out for one number after the other; only `logits` are trained."""
     total = 0.0
     for row, target, was, advantage, other in zip(logits, targets, old, worth, reference, strict=True):
         z = [value / temperature for value in row]
@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_plain_arithmetic(clip, kl, moved):
 
 
 def test_one_update_is_reinforce_with_a_baseline():
-    """advantage · (softmax - onehot), the line of every textbook."""
+    """advantage · (softmax - onehot), as in every textbook."""
     logits = torch.randn(TOKENS, VOCAB, dtype=torch.float64).requires_grad_()
     targets, worth = torch.randint(VOCAB, (TOKENS,)), torch.randn(TOKENS, dtype=torch.float64)
     now = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
@@ -89,7 +89,7 @@ def test_one_update_is_reinforce_with_a_baseline():
     assert torch.allclose(logits.grad, expected, atol=1e-12)
 
 
-def test_advantages_are_rewards_over_their_mean_and_zero_where_nothing_was_told():
+def test_advantages_are_rewards_minus_their_mean_and_zero_where_all_are_equal():
     assert advantages([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
     assert advantages([0.1] * 3) == [0.0] * 3, "whatever the mean rounds to"
     assert advantages([0.1] * 3, normalize=True) == [0.0] * 3
@@ -111,7 +111,7 @@ def some_samples(count, seed=0):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 15, 99])
-def test_every_sample_is_in_one_micro_batch_whatever_is_left_over(rows):
+def test_every_rollout_is_in_one_micro_batch_whatever_is_left_over(rows):
     samples = some_samples(15)
     batches = micro_batches(samples, rows)
     assert [batch.tokens.size(0) for batch in batches] == [rows] * (15 // rows) + [15 % rows] * bool(
@@ -166,7 +166,7 @@ def test_the_gradient_through_the_model_is_that_of_each_sample_alone(rows, monke
 
 
 def test_prompts_tool_outputs_and_padding_are_not_trained_and_the_last_token_is():
-    """Only the states before chosen tokens get a gradient; what padding holds is nobody's concern."""
+    """Only the states before chosen tokens get a gradient; padding has no effect."""
     model = double_model()
     samples = [
         Rollout([1, 2, 3], [4, 5, 6, 7, 8], [True, True, False, False, True], [0.0] * 5, 1.0, 1.0, True),

@@ -191,7 +191,7 @@ class Same(Echo):
         return 0.1
 
 
-def test_where_all_replies_earn_the_same_nothing_moves_and_nothing_is_divided_by_zero(world):
+def test_equal_rewards_change_nothing_and_nothing_is_divided_by_zero(world):
     before = weights_of(world, "echoes")
     run, config, learning = configured("nothing", normalize_std=True)
     rl.train_rl(run, config, learning, rl.RLOptions(fresh=True), lambda spec, split: Same(split))
@@ -207,7 +207,7 @@ def found_state(home, name):
     return checkpoint.load_newest(home / "runs" / name / "checkpoints").state
 
 
-def test_rates_are_a_twentieth_of_the_parents_and_fall_in_a_line_to_zero(world):
+def test_learning_rates_are_a_twentieth_of_the_parents_and_fall_linearly_to_zero(world):
     _, config, _ = configured("rates", steps=10)
     parents = read_config("echoes")["optim"]
     assert config.optim.matrix_lr == pytest.approx(0.05 * parents["matrix_lr"])
@@ -222,7 +222,7 @@ def test_rates_are_a_twentieth_of_the_parents_and_fall_in_a_line_to_zero(world):
         rl.configure(["echo"], parent="echoes", open_task=open_task, lr_fraction=0)
 
 
-# -- nothing is lost ---------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------
 
 
 def command(home, name, *more):
@@ -238,7 +238,7 @@ def logged(home, name):
     return [r["step"] for r in read_metrics(folder) if r["kind"] == "step"] if folder.exists() else []
 
 
-def test_killed_it_goes_on_to_bit_identical_weights(world):
+def test_a_killed_run_resumes_to_bit_identical_weights(world):
     whole = ("--steps", "60", "--kl", "0.01", "--clip", "0.2", "--inner-updates", "2")
     args, env = command(world, "untouched", *whole)
     subprocess.run(args, env=env, check=True, capture_output=True, timeout=240)
@@ -267,7 +267,7 @@ def test_killed_it_goes_on_to_bit_identical_weights(world):
     assert runs[0] == runs[1]
 
 
-def test_a_signal_saves_and_says_how_to_go_on(world):
+def test_a_signal_saves_and_says_how_to_resume(world):
     args, env = command(world, "signalled", "--steps", "5000")
     child = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
@@ -282,7 +282,7 @@ def test_a_signal_saves_and_says_how_to_go_on(world):
     assert logged(world, "signalled")[-1] == saved
 
 
-def test_a_finished_run_is_not_done_again_and_remembers_where_it_began(world):
+def test_a_finished_run_is_not_repeated_and_keeps_its_parent(world):
     done = learn("done")
     assert learn_again("done") == done
     with pytest.raises(UserError, match=r"rl\.clip"):
@@ -304,7 +304,7 @@ class Fewer(Echo):
         self.asked = self.asked[:30]
 
 
-def test_a_task_that_has_other_problems_now_is_refused(world):
+def test_a_task_whose_problems_changed_is_rejected(world):
     learn("fewer")
     (world / "runs" / "fewer" / "summary.json").unlink()
     run, config, learning = configured("fewer")
@@ -321,7 +321,7 @@ def test_a_reference_that_is_gone_is_a_sentence(world):
         rl.train_rl(run, config, learning, rl.RLOptions(), open_task)
 
 
-def test_a_loss_that_is_not_a_number_is_skipped_and_repeated_ones_roll_back(world, monkeypatch, capsys):
+def test_a_nan_loss_is_skipped_and_repeated_ones_roll_back(world, monkeypatch, capsys):
     calls, original = [], rl.token_logprobs
 
     def spiking(model, batch, temperature):
@@ -366,7 +366,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeyp
         learn("hopeless")
 
 
-def test_evaluations_on_the_way_change_nothing(world):
+def test_evaluations_during_training_change_nothing(world):
     learn("quiet", steps=6)
     learn("watched", steps=6, train={"eval_every": 1})
     one, other = weights_of(world, "quiet"), weights_of(world, "watched")
@@ -431,5 +431,5 @@ def test_the_config_is_one_that_every_verb_reads(world):
     loaded = load_model("readable")
     config = loaded.config
     assert (loaded.run, loaded.step, config.kind) == ("readable", 4, "rl")
-    assert config.model.fp8 == "none", "what is learned is what the engine sampled"
+    assert config.model.fp8 == "none", "the trainer computes what the engine sampled"
     assert RLConfig(**{**read_config("readable")["rl"], "tasks": ("echo",)}).parent == "echoes"

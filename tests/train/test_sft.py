@@ -1,4 +1,4 @@
-"""SFT trains on what the assistant says, all of it, once an epoch, at every context, and loses nothing."""
+"""SFT trains on all assistant tokens, once an epoch, at every context length, and resumes bit-identically."""
 
 import json
 import math
@@ -212,7 +212,7 @@ def test_the_loss_is_the_mean_over_the_steps_trained_tokens_and_the_users_do_not
     assert step.loss == pytest.approx(total / count, rel=1e-5)
 
 
-def test_it_begins_with_the_parents_weights_and_optimizer_and_0_8_of_its_rates(world):
+def test_it_starts_with_the_parents_weights_and_optimizer_and_0_8_of_its_learning_rates(world):
     parent = newest_checkpoint("tiny-base")
     for warm in (True, False):
         t = assembled(world, f"warm-{warm}", warm=warm)
@@ -227,7 +227,7 @@ def test_it_begins_with_the_parents_weights_and_optimizer_and_0_8_of_its_rates(w
     assert (new.warmup_steps, new.warmdown, new.final_lr_fraction) == (0, 0.5, 0.0)
 
 
-def test_a_small_mixture_gets_a_smaller_batch_and_the_rates_that_go_with_it(world):
+def test_a_small_mixture_gets_a_smaller_batch_and_learning_rates_scaled_to_it(world):
     parent = Config.from_dict(read_config("tiny-base"))
     few = sft.configure(parent, choices(world, context=256, batch_tokens=None), material_of(world, 256))
     asked = sft.configure(parent, choices(world, context=256, batch_tokens=2048), material_of(world, 256))
@@ -236,11 +236,11 @@ def test_a_small_mixture_gets_a_smaller_batch_and_the_rates_that_go_with_it(worl
     assert asked.optim.matrix_lr == pytest.approx(0.8 * parent.optim.matrix_lr * math.sqrt(2048 / 512))
 
 
-def test_rates_are_level_and_then_fall_in_a_line_to_nothing(world):
+def test_learning_rates_are_constant_and_then_fall_linearly_to_zero(world):
     train_sft(choices(world, steps=20), Options(name="rates", fresh=True))
-    rates = [r["lr"] for r in steps_of(world, "rates")]
-    assert rates[:11] == [1.0] * 11
-    assert rates[11:] == pytest.approx([1 - i / 10 for i in range(1, 10)])
+    lrs = [r["lr"] for r in steps_of(world, "rates")]
+    assert lrs[:11] == [1.0] * 11
+    assert lrs[11:] == pytest.approx([1 - i / 10 for i in range(1, 10)])
 
 
 def command(world: Path, name: str, **flags) -> tuple[list[str], dict[str, str]]:
@@ -280,7 +280,7 @@ def test_killed_at_random_moments_it_ends_with_bit_identical_weights(world):
     assert whole["tokens"] == 2 * spoken_tokens(world, 64)
 
 
-def test_a_signal_saves_and_the_same_command_goes_on(world):
+def test_a_signal_saves_and_the_same_command_resumes(world):
     args, env = command(world, "stopped", epochs=40)
     child = subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
@@ -293,7 +293,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(world):
     assert checkpoint.steps(world / "runs" / "stopped" / "checkpoints")[-1] == logged(world, "stopped")[-1]
 
 
-def test_after_going_back_the_epoch_ends_where_its_data_ends(world):
+def test_after_a_rollback_the_epoch_ends_where_its_data_ends(world):
     t = assembled(world, "back")
     t.forward = Spike(t.forward, {2 * t.micro_steps + i * t.micro_steps for i in range(5, 8)})
     with t.loader, t.run:
@@ -305,7 +305,7 @@ def test_after_going_back_the_epoch_ends_where_its_data_ends(world):
     assert checkpoint.steps(world / "runs" / "back" / "checkpoints")[-1] == t.step
 
 
-def test_a_finished_run_is_not_done_again_and_other_conversations_are_refused(world):
+def test_a_finished_run_is_not_repeated_and_other_conversations_are_rejected(world):
     train_sft(choices(world, steps=4), Options(name="done", fresh=True))
     before = (world / "runs" / "done" / "metrics.jsonl").read_bytes()
     train_sft(choices(world, steps=4), Options(name="done"))
@@ -371,14 +371,14 @@ def chat_records(world: Path, name: str) -> list[dict]:
     return [r for r in read_metrics(world / "runs" / name) if r["kind"] == "chat"]
 
 
-def test_chatcore_on_the_way_is_logged_and_changes_nothing(world):
+def test_chatcore_during_training_is_logged_and_changes_nothing(world):
     alike = {"steps": 7, "eval_every": 4}
     train_sft(choices(world, **alike), Options(name="unasked", fresh=True))
     asked = train_sft(
         choices(world, **alike, chat_every=3, chat_problems=2), Options(name="asked", fresh=True)
     )
     records = chat_records(world, "asked")
-    assert [r["step"] for r in records] == [3, 6, 7], "as often as told, and at the end"
+    assert [r["step"] for r in records] == [3, 6, 7], "at the given interval, and at the end"
     assert {"chatcore", "chat_sample-facts", "chat_sample-sums"} <= records[0].keys()
     assert asked["chatcore"] == records[-1]["chatcore"]
     assert chat_records(world, "unasked") == []
@@ -386,7 +386,7 @@ def test_chatcore_on_the_way_is_logged_and_changes_nothing(world):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_look_at_chatcore_that_a_kill_prevented_is_made_up_for(world):
+def test_a_chatcore_evaluation_that_a_kill_prevented_runs_after_the_resume(world):
     args = choices(world, steps=6, chat_every=3, chat_problems=1)
     train_sft(args, Options(name="unlooked", fresh=True))
     path = world / "runs" / "unlooked" / "metrics.jsonl"
@@ -398,7 +398,7 @@ def test_a_look_at_chatcore_that_a_kill_prevented_is_made_up_for(world):
     assert again["chatcore"] is not None
 
 
-def test_chatcore_on_the_way_leaves_out_what_cannot_be_judged_here(world):
+def test_chatcore_during_training_leaves_out_what_cannot_be_graded_here(world):
     from nanorun.evals import chat
     from nanorun.tasks.sample import SampleQuestions
     from nanorun.tools.sandbox import SandboxUnavailable
