@@ -27,11 +27,11 @@ from nanorun import hardware  # noqa: E402
 from nanorun.config import scale_model  # noqa: E402
 from nanorun.data.bundle import open_bundle  # noqa: E402
 from nanorun.errors import UserError  # noqa: E402
-from nanorun.evals.core import BATCH_TOKENS, BATCH_TOKENS_GPU, fastest_attention  # noqa: E402
-from nanorun.evals.core_data import read_tasks  # noqa: E402
+from nanorun.evals.core import default_batch_tokens, use_fastest_attention  # noqa: E402
 from nanorun.evals.core_model import OurModel  # noqa: E402
-from nanorun.evals.core_prompts import Encoded, Encoder, encode_task  # noqa: E402
-from nanorun.evals.core_score import one_at_a_time, score, verdicts  # noqa: E402
+from nanorun.evals.core_prompts import EncodedTask, Encoder, encode_task  # noqa: E402
+from nanorun.evals.core_scoring import correct_examples, score_one_at_a_time, score_tasks  # noqa: E402
+from nanorun.evals.core_tasks import read_tasks  # noqa: E402
 from nanorun.infer.load import load_model  # noqa: E402
 from nanorun.model.gpt import GPT, build  # noqa: E402
 from nanorun.provenance import record, write_and_print_result  # noqa: E402
@@ -52,14 +52,14 @@ def open_model(name: str | None, depth: int) -> tuple[GPT, Encoder]:
     return model.eval(), tokenizer
 
 
-def batched(model: OurModel, tasks: list[Encoded], share: bool, batch_tokens: int) -> dict[str, Any]:
-    model.shares_trunks = share
+def batched(model: OurModel, tasks: list[EncodedTask], share: bool, batch_tokens: int) -> dict[str, Any]:
+    model.shares_prefixes = share
     start = time.perf_counter()
-    scores = score(model, tasks, batch_tokens)
-    seconds, ends = time.perf_counter() - start, np.cumsum([len(task.tails) for task in tasks])
+    scores = score_tasks(model, tasks, batch_tokens)
+    seconds, ends = time.perf_counter() - start, np.cumsum([len(task.scored) for task in tasks])
     judged = [
-        verdicts(
-            task, scores.losses[end - len(task.tails) : end], scores.likeliest[end - len(task.tails) : end]
+        correct_examples(
+            task, scores.losses[end - len(task.scored) : end], scores.is_greedy[end - len(task.scored) : end]
         )
         for task, end in zip(tasks, ends, strict=True)
     ]
@@ -68,15 +68,15 @@ def batched(model: OurModel, tasks: list[Encoded], share: bool, batch_tokens: in
     return {"way": way, "seconds": seconds, "tokens": read, "padding": padding, "verdicts": judged}
 
 
-def slowly(model: OurModel, tasks: list[Encoded], counts: list[int]) -> dict[str, Any]:
+def slowly(model: OurModel, tasks: list[EncodedTask], counts: list[int]) -> dict[str, Any]:
     """One example at a time; the time is extrapolated to `counts` examples of each task."""
     total, judged = 0.0, []
     for task, count in zip(tasks, counts, strict=True):
         start = time.perf_counter()
-        judged.append(one_at_a_time(model.all_logits, task, model.context, model.device))
+        judged.append(score_one_at_a_time(model.all_logits, task, model.context, model.device))
         total += (time.perf_counter() - start) * count / len(task)
     lengths = [
-        (np.repeat(t.trunks, t.choices) + t.tails).sum() * n / len(t)
+        (np.repeat(t.prefix_lengths, t.choices) + t.suffix_lengths).sum() * n / len(t)
         for t, n in zip(tasks, counts, strict=True)
     ]
     return {
@@ -90,14 +90,14 @@ def slowly(model: OurModel, tasks: list[Encoded], counts: list[int]) -> dict[str
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     gpt, tokenizer = open_model(arguments.model, arguments.depth)
-    fastest_attention(gpt)
+    use_fastest_attention(gpt)
     model, bundle = OurModel(gpt), open_bundle(arguments.bundle)
     most, fewer = arguments.max_per_task, arguments.slow_per_task or arguments.max_per_task
     listed = read_tasks(bundle)
     tasks = [encode_task(bundle, task, tokenizer, most)[0] for task in listed]
     some = tasks if fewer == most else [encode_task(bundle, task, tokenizer, fewer)[0] for task in listed]
     counts = [len(task) for task in tasks]
-    budget = arguments.batch_tokens or (BATCH_TOKENS_GPU if model.device.type == "cuda" else BATCH_TOKENS)
+    budget = arguments.batch_tokens or default_batch_tokens(model.device)
     warm = [encode_task(bundle, task, tokenizer, 2)[0] for task in listed[:3]]
     shared = (True,) if arguments.no_copies else (True, False)
     for share in shared:

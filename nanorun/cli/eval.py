@@ -104,7 +104,7 @@ def eval_core(
     """The CORE score: 22 tasks for base models, 0 for guessing, GPT-2 XL has 0.2565."""
     from nanorun import tables
     from nanorun.console import say
-    from nanorun.evals.core import Options, evaluate_hugging_face, evaluate_run_core
+    from nanorun.evals.core import CoreOptions, evaluate_hugging_face, evaluate_run_core
     from nanorun.provenance import write_result
     from nanorun.report.core import check_suffix, plot_core
 
@@ -115,7 +115,7 @@ def eval_core(
     names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
     if tasks is not None and not names:
         raise UserError("--tasks names no task: give some, such as hellaswag,arc, or leave it out for all.")
-    options = Options(bundle, names, max_per_task, batch_tokens, mmlu)
+    options = CoreOptions(bundle, names, max_per_task, batch_tokens, mmlu)
     result = evaluate_hugging_face(hf, options) if hf is not None else evaluate_run_core(model, options)
     if result is None:
         return  # another rank says it

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,30 +22,15 @@ from torch import Tensor
 
 from nanorun.errors import UserError
 from nanorun.evals.core_prompts import Encoder
-from nanorun.evals.core_rows import Batch
+from nanorun.evals.core_scoring import ScoringBatch, ScoringModel
 from nanorun.infer.forward import blocks, linear
 from nanorun.infer.weights import Layer, Weights
 from nanorun.model.attention import attend, spare_plans
 from nanorun.model.gpt import GPT, norm
 
 
-class CausalModel(Protocol):
-    context: int  # tokens of a row at most
-    vocab_size: int
-    device: torch.device
-    shares_trunks: bool
-
-    def logits(self, batch: Batch) -> Tensor:
-        """fp32 logits (places, vocabulary) at batch.at."""
-        ...
-
-    def all_logits(self, tokens: Tensor) -> Tensor:
-        """fp32 logits of plain rows (B, T, vocabulary), the slow way."""
-        ...
-
-
 class OurModel:
-    shares_trunks = True
+    shares_prefixes = True
 
     def __init__(self, model: GPT) -> None:
         self.model, self.weights = model, Weights.of(model)
@@ -53,11 +38,11 @@ class OurModel:
         self.device = self.weights.device
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: ScoringBatch) -> Tensor:
         tokens, previous, positions, branch = _to_device(
             np.stack([batch.tokens, batch.previous, batch.positions, batch.branch]), self.device
         )
-        rows, trunk = tokens.size(0), batch.trunk
+        rows, trunk = tokens.size(0), batch.prefix
         masks: dict[int, Tensor] = {}
 
         def look(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,7 +58,7 @@ class OurModel:
             return mixed.flatten(0, 1)
 
         x = blocks(self.weights, tokens.flatten(), previous.flatten(), positions.flatten(), look)
-        wanted = norm(x[_to_device(batch.at, self.device)])
+        wanted = norm(x[_to_device(batch.logit_positions, self.device)])
         z = linear(wanted, self.weights.head)[:, : self.vocab_size].float()
         cap = self.model.config.softcap
         return cap * torch.tanh(z / cap) if cap else z
@@ -105,15 +90,15 @@ def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
 class HuggingFaceModel:
     """A causal model as `transformers` stores it: a folder with its weights and its tokenizer."""
 
-    shares_trunks = False
+    shares_prefixes = False
 
     def __init__(self, model: Any, context: int) -> None:
         self.model, self.context = model, context
         self.vocab_size, self.device = int(model.config.vocab_size), model.device
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> Tensor:
-        at = _to_device(batch.at, self.device)
+    def logits(self, batch: ScoringBatch) -> Tensor:
+        at = _to_device(batch.logit_positions, self.device)
 
         def pick(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return given[0].flatten(0, 1)[at][None], *given[1:]
@@ -143,7 +128,7 @@ class HuggingFaceTokenizer:
         return np.array([token for tokens in encoded for token in tokens], dtype=np.uint32), offsets
 
 
-def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[CausalModel, Encoder]:
+def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[ScoringModel, Encoder]:
     """The model and the tokenizer of a folder. Nothing is downloaded, and no code from the folder is run."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,21 +1,19 @@
-"""Prompts as tokens: made once for a tokenizer and a task, and kept on disk.
+"""Prompts as tokens, encoded once for a tokenizer and a task, and cached on disk.
 
-The texts to compare in one example share most of their tokens, so an example is stored as what all of them
-begin with (the trunk) and what each goes on with (its tail):
+The texts to compare in one example share most of their tokens, so an example is stored as their common prefix and
+the suffix of each:
 
-    BOS shots question ─┬─ answer A       trunk: up to where the first of them differs
-                        ├─ answer B       tails: the rest of each, the last `scored` tokens of which count
+    BOS shots question ─┬─ answer A       prefix: up to the first token that differs
+                        ├─ answer B       suffixes: the rest of each, of which the last `scored` tokens count
                         └─ answer C
 
-What counts is found among tokens, not characters, since a tokenizer may join the end of a question with the
-beginning of an answer: in a multiple choice what follows the common beginning, in a schema the common end,
-in a text to go on with what follows the tokens that the prompt alone would have. At least the last token
-counts of every sequence, also where one answer begins with the whole of another; never the first, which
-nothing predicts.
+Which tokens count is decided on tokens, not characters, since a tokenizer can merge the end of a question with the
+beginning of an answer: in multiple choice those after the common prefix, in a schema the common suffix, in language
+modeling those after the tokens of the prompt alone. At least the last token of every sequence counts, also where
+one answer is a prefix of another; never the first, which nothing predicts.
 
-data/core-prompts/ holds one .npz a task (plain arrays, no pickle). Its name is a hash of everything that the
-tokens depend on, so nothing in it is ever out of date; removing the folder costs only the time to make it
-again.
+data/core-prompts/ holds one .npz per task (plain arrays, no pickle). Its name is a hash of everything that the
+tokens depend on, so a cached file is never stale; deleting the folder costs only the time to encode again.
 """
 
 import hashlib
@@ -23,8 +21,8 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import islice, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -33,15 +31,16 @@ import numpy as np
 from nanorun import home
 from nanorun.console import Progress
 from nanorun.data.bundle import Bundle
-from nanorun.evals.core_data import Example, Kind, Task, read_examples, rendered, under_cap
+from nanorun.evals.core_tasks import CoreTask, CoreTaskType, Example, apply_cap, read_examples, render_prompts
 from nanorun.hardware import usable_cores
 
 _VERSION = 1
-_AT_ONCE = 256  # examples; their texts may be some megabytes
+_KEYS = ("tokens", "trunks", "choices", "gold", "tails", "scored")  # of the .npz, in the order of the fields
+_EXAMPLES_AT_ONCE = 256  # whose texts can take some megabytes
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer; `text.tokenizer.Tokenizer` is one."""
+    """The part of a tokenizer used here; `text.tokenizer.Tokenizer` implements it."""
 
     bos: int
 
@@ -52,90 +51,86 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The examples of one task. Sequence c has the trunk of its example and its own tail."""
+class EncodedTask:
+    """The examples of one task. A sequence is the prefix of its example followed by its own suffix."""
 
-    tokens: np.ndarray  # of each example: the trunk, then its tails one after the other
-    trunks: np.ndarray  # (examples,) lengths
-    choices: np.ndarray  # (examples,) how many sequences each has
-    gold: np.ndarray  # (examples,) the right one of them; 0 where there is only one
-    tails: np.ndarray  # (sequences,) lengths
+    tokens: np.ndarray  # of each example: the prefix, then its suffixes
+    prefix_lengths: np.ndarray  # (examples,)
+    choices: np.ndarray  # (examples,) number of sequences
+    gold: np.ndarray  # (examples,) index of the correct sequence; 0 where there is only one
+    suffix_lengths: np.ndarray  # (sequences,)
     scored: np.ndarray  # (sequences,) how many tokens at the end count
 
     def __len__(self) -> int:
-        return len(self.trunks)
+        return len(self.prefix_lengths)
 
     def examples(self) -> Iterator[tuple[np.ndarray, list[np.ndarray], np.ndarray]]:
-        """Trunk, tails and scored counts of each example."""
+        """Prefix, suffixes and scored counts of each example."""
         at, sequence = 0, 0
-        for trunk, choices in zip(self.trunks.tolist(), self.choices.tolist(), strict=True):
-            lengths = self.tails[sequence : sequence + choices]
-            ends = at + trunk + np.cumsum(lengths)
-            tails = [self.tokens[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-            yield self.tokens[at : at + trunk], tails, self.scored[sequence : sequence + choices]
+        for prefix, choices in zip(self.prefix_lengths.tolist(), self.choices.tolist(), strict=True):
+            lengths = self.suffix_lengths[sequence : sequence + choices]
+            ends = at + prefix + np.cumsum(lengths)
+            suffixes = [self.tokens[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+            yield self.tokens[at : at + prefix], suffixes, self.scored[sequence : sequence + choices]
             at, sequence = int(ends[-1]), sequence + choices
 
 
 def encode_task(
-    bundle: Bundle, task: Task, encoder: Encoder, most: int | None = None, bar: Progress | None = None
-) -> tuple[Encoded, int]:
-    """A task's prompts as tokens, from disk if they are there, and how many examples the task has in all."""
+    bundle: Bundle, task: CoreTask, encoder: Encoder, cap: int | None = None, bar: Progress | None = None
+) -> tuple[EncodedTask, int]:
+    """A task's prompts as tokens, from the cache if present, and the number of examples of the whole task."""
     content = bundle.read(task.file)
     examples = read_examples(bundle, task, content)
-    asked, pool = under_cap(task, examples, most)
-    path = cache_folder() / f"{task.label}-{_key(task, encoder, content, asked)}.npz"
-    encoded = _load(path, asked)
+    count, pool = apply_cap(task, examples, cap)
+    path = cache_folder() / f"{task.label}-{_cache_key(task, encoder, content, count)}.npz"
+    encoded = _load(path, count)
     if encoded is None:
-        encoded = encode_examples(task, pool, asked, encoder, bar)
+        encoded = encode_examples(task, pool, count, encoder, bar)
         _store(encoded, path)
     elif bar is not None:
-        bar.advance(asked)
+        bar.advance(count)
     return encoded, len(examples)
 
 
 def encode_examples(
-    task: Task, pool: Sequence[Example], asked: int, encoder: Encoder, bar: Progress | None = None
-) -> Encoded:
-    texts, parts = rendered(task, pool, asked), []
-    trunks, choices, tails, scored = [], [], [], []
-    while group := list(islice(texts, _AT_ONCE)):
-        flat, offsets = encoder.encode_documents([t for texts in group for t in texts], usable_cores())
-        number = 0
-        for texts_of_one in group:
-            ends = offsets[number : number + len(texts_of_one) + 1]
-            sequences = [_behind_bos(flat[a:b], encoder.bos) for a, b in pairwise(ends)]
-            sequences, starts = what_counts(task.kind, sequences)
-            trunk = _trunk(sequences, starts)
-            parts += [sequences[0][:trunk], *(s[trunk:] for s in sequences)]
-            trunks.append(trunk)
+    task: CoreTask, pool: Sequence[Example], count: int, encoder: Encoder, bar: Progress | None = None
+) -> EncodedTask:
+    """Encodes the first `count` examples of the pool, with shots from all of it."""
+    parts, prefix_lengths, choices, suffix_lengths, scored = [], [], [], [], []
+    for start in range(0, count, _EXAMPLES_AT_ONCE):
+        group = [render_prompts(task, pool, i) for i in range(start, min(start + _EXAMPLES_AT_ONCE, count))]
+        flat, offsets = encoder.encode_documents([text for texts in group for text in texts], usable_cores())
+        bos = np.array([encoder.bos], dtype=flat.dtype)
+        sequences_of_group = iter([np.concatenate([bos, flat[a:b]]) for a, b in pairwise(offsets)])
+        for texts in group:
+            sequences, starts = scored_spans(task.kind, [next(sequences_of_group) for _ in texts])
+            prefix = starts[0] if len(sequences) == 1 else common_prefix(sequences)
+            parts += [sequences[0][:prefix], *(s[prefix:] for s in sequences)]
+            prefix_lengths.append(prefix)
             choices.append(len(sequences))
-            tails += [len(s) - trunk for s in sequences]
+            suffix_lengths += [len(s) - prefix for s in sequences]
             scored += [len(s) - start for s, start in zip(sequences, starts, strict=True)]
-            number += len(texts_of_one)
         if bar is not None:
             bar.advance(len(group))
-    gold = [0 if task.kind == "language_modeling" else pool[i]["gold"] for i in range(asked)]
-    counts = (np.array(each, dtype=np.int32) for each in (trunks, choices, gold, tails, scored))
-    return Encoded(np.concatenate(parts), *counts)
+    gold = [0 if task.kind == "language_modeling" else pool[i]["gold"] for i in range(count)]
+    counts = (np.array(c, dtype=np.int32) for c in (prefix_lengths, choices, gold, suffix_lengths, scored))
+    return EncodedTask(np.concatenate(parts), *counts)
 
 
-def what_counts(kind: Kind, sequences: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
-    """The sequences to score, and where in each the tokens that count begin."""
+def scored_spans(kind: CoreTaskType, sequences: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
+    """The sequences to score, and the first token of each that counts."""
+    if kind == "schema":
+        shared = common_prefix([sequence[::-1] for sequence in sequences])
+        return sequences, [max(len(sequence) - shared, 1) for sequence in sequences]
+    start = common_prefix(sequences)
     if kind == "language_modeling":
-        prompt, whole = sequences
-        sequences, start = [whole], common_length([prompt, whole])
-        starts = [start]
-    elif kind == "multiple_choice":
-        starts = [common_length(sequences)] * len(sequences)
-    else:
-        shared = common_length([sequence[::-1] for sequence in sequences])
-        starts = [len(sequence) - shared for sequence in sequences]
+        sequences = sequences[1:]  # the first is the prompt alone
     shortest = min(len(sequence) for sequence in sequences)
-    return sequences, [max(min(start, shortest - 1 if kind != "schema" else start), 1) for start in starts]
+    return sequences, [max(min(start, shortest - 1), 1)] * len(sequences)
 
 
-def common_length(sequences: Sequence[np.ndarray]) -> int:
-    """How many tokens all of them begin with."""
+def common_prefix(sequences: Sequence[np.ndarray]) -> int:
+    """The number of leading tokens that all sequences share."""
     length = min(len(sequence) for sequence in sequences)
     first = sequences[0][:length]
     for other in sequences[1:]:
@@ -145,51 +140,41 @@ def common_length(sequences: Sequence[np.ndarray]) -> int:
     return length
 
 
-def _trunk(sequences: list[np.ndarray], starts: list[int]) -> int:
-    """What all sequences begin with; of a single one, what comes before the tokens that count."""
-    return starts[0] if len(sequences) == 1 else common_length(sequences)
-
-
-def _behind_bos(tokens: np.ndarray, bos: int) -> np.ndarray:
-    return np.concatenate([np.array([bos], dtype=tokens.dtype), tokens])
-
-
-# On disk
+# -- the cache on disk -------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
     return home.data_dir() / "core-prompts"
 
 
-def _key(task: Task, encoder: Encoder, content: bytes, asked: int) -> str:
-    settings = [_VERSION, task.label, task.kind, task.shots, task.delimiter, asked, encoder.bos]
+def _cache_key(task: CoreTask, encoder: Encoder, content: bytes, count: int) -> str:
+    settings = [_VERSION, task.label, task.kind, task.shots, task.delimiter, count, encoder.bos]
     about = json.dumps([*settings, encoder.fingerprint, hashlib.sha256(content).hexdigest()])
     return hashlib.sha256(about.encode()).hexdigest()[:24]
 
 
-def _load(path: Path, asked: int) -> Encoded | None:
-    """What is stored there; None where there is nothing, or nothing usable."""
+def _load(path: Path, count: int) -> EncodedTask | None:
+    """The cached file, or None if it is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            encoded = Encoded(*(stored[field.name] for field in fields(Encoded)))
+            encoded = EncodedTask(*(stored[key] for key in _KEYS))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    repeated = np.repeat(encoded.trunks, encoded.choices)
-    fits = (
-        len(encoded.trunks) == len(encoded.choices) == len(encoded.gold) == asked
-        and len(encoded.tails) == len(encoded.scored) == len(repeated)
-        and len(encoded.tokens) == int(encoded.trunks.sum()) + int(encoded.tails.sum())
+    consistent = (
+        len(encoded.prefix_lengths) == len(encoded.choices) == len(encoded.gold) == count
+        and len(encoded.suffix_lengths) == len(encoded.scored) == int(encoded.choices.sum())
+        and len(encoded.tokens) == int(encoded.prefix_lengths.sum()) + int(encoded.suffix_lengths.sum())
     )
-    return encoded if fits else None
+    return encoded if consistent else None
 
 
-def _store(encoded: Encoded, path: Path) -> None:
-    """Whole or not at all. A home that cannot be written costs the next evaluation the time of this one."""
+def _store(encoded: EncodedTask, path: Path) -> None:
+    """Writes the file atomically. If the home is read-only, the next evaluation encodes again."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            np.savez(file, **{field.name: getattr(encoded, field.name) for field in fields(Encoded)})
+            np.savez(file, **dict(zip(_KEYS, vars(encoded).values(), strict=True)))
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

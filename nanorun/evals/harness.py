@@ -1,11 +1,11 @@
-"""Our models in EleutherAI's lm-evaluation-harness, for the hundreds of tasks that are not in CORE.
+"""Our models in EleutherAI's lm-evaluation-harness, for the hundreds of tasks beyond CORE.
 
     pip install lm_eval
     python -m nanorun.evals.harness --model nanorun --model_args model=base-d12 --tasks hellaswag
 
-Importing this file needs lm_eval and makes the name `nanorun` known to it; nothing else here imports it. Requests
-that share a context are one example with several answers, so the batches are CORE's. Texts are written by the
-engine of `nanorun chat`.
+Importing this file needs lm_eval and registers the name `nanorun` with it; nothing else imports this file.
+Requests with the same context become one example with several choices, so the batches are CORE's. The engine of
+`nanorun chat` generates text.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nanorun.evals.core import BATCH_TOKENS, BATCH_TOKENS_GPU
+from nanorun.evals.core import default_batch_tokens
 from nanorun.evals.core_model import OurModel
-from nanorun.evals.core_prompts import Encoded
-from nanorun.evals.core_score import score
+from nanorun.evals.core_prompts import EncodedTask
+from nanorun.evals.core_scoring import score_tasks
 from nanorun.infer.engine import Engine, Request, Sampling
 from nanorun.infer.load import load_model
 from nanorun.model.gpt import GPT
@@ -31,7 +31,7 @@ Pair = tuple[list[int], list[int]]  # context and continuation
 
 @register_model("nanorun")
 class NanorunLM(TemplateLM):
-    """`model` is a run's name (the newest without one), or a model itself with its tokenizer."""
+    """`model` is a run's name (default: the newest), or a model itself with its tokenizer."""
 
     def __init__(
         self,
@@ -48,15 +48,14 @@ class NanorunLM(TemplateLM):
             loaded = load_model(model)
             self.gpt, self.text = loaded.model, loaded.tokenizer
         self.scorer = OurModel(self.gpt)
-        usual = BATCH_TOKENS_GPU if self.scorer.device.type == "cuda" else BATCH_TOKENS
-        self.batch_tokens = int(batch_tokens or usual)
+        self.batch_tokens = int(batch_tokens or default_batch_tokens(self.scorer.device))
 
     @property
     def eot_token_id(self) -> int:
         return self.text.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """With a bos in front, as in training; without where that is said."""
+        """With a leading BOS, as in training, unless `add_special_tokens` is False."""
         tokens = self.text.encode(string)
         return tokens if add_special_tokens is False else [self.text.bos, *tokens]
 
@@ -78,44 +77,43 @@ class NanorunLM(TemplateLM):
         windows = get_rolling_token_windows(tokens, self.eot_token_id, self.scorer.context - 1, 1)
         return [make_disjoint_window(window) for window in windows]
 
-    def _request(self, prompt: str, wanted: dict[str, Any]) -> Request:
-        until = wanted.get("until") or []
-        most = int(wanted.get("max_gen_toks", 256))
-        room = max(self.scorer.context - most, 1)
-        temperature = float(wanted.get("temperature", 0.0)) if wanted.get("do_sample") else 0.0
+    def _request(self, prompt: str, options: dict[str, Any]) -> Request:
+        until = options.get("until") or []
+        max_tokens = int(options.get("max_gen_toks", 256))
+        room = max(self.scorer.context - max_tokens, 1)
+        temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
         return Request(
             self.tok_encode(prompt)[-room:],
             Sampling(temperature=temperature),
-            max_tokens=most,
+            max_tokens=max_tokens,
             stop_ids=[self.text.bos],
             stop=[until] if isinstance(until, str) else list(until),
         )
 
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether it is what the model would say."""
+        """The log-likelihood of each continuation, and whether it is the greedy one."""
         if not pairs:
             return []
-        scores = score(self.scorer, [as_examples(pairs)], self.batch_tokens)
+        scores = score_tasks(self.scorer, [as_examples(pairs)], self.batch_tokens)
         lengths = [len(continuation) for _, continuation in pairs]
         return [
-            (-float(loss) * length, bool(likeliest))
-            for loss, length, likeliest in zip(scores.losses, lengths, scores.likeliest, strict=True)
+            (-float(loss) * length, bool(is_greedy))
+            for loss, length, is_greedy in zip(scores.losses, lengths, scores.is_greedy, strict=True)
         ]
 
 
-def as_examples(pairs: Sequence[Pair]) -> Encoded:
-    """Neighbours with the same context are the answers of one example."""
-    tokens, trunks, choices = list[int](), list[int](), list[int]()
+def as_examples(pairs: Sequence[Pair]) -> EncodedTask:
+    """Consecutive pairs with the same context are the choices of one example."""
+    tokens, prefix_lengths, choices = list[int](), list[int](), list[int]()
     for context, group in groupby(pairs, key=lambda pair: pair[0]):
-        tails = [continuation for _, continuation in group]
-        tokens += [*context, *(token for tail in tails for token in tail)]
-        trunks.append(len(context))
-        choices.append(len(tails))
+        continuations = [continuation for _, continuation in group]
+        tokens += [*context, *(token for continuation in continuations for token in continuation)]
+        prefix_lengths.append(len(context))
+        choices.append(len(continuations))
     lengths = [len(continuation) for _, continuation in pairs]
-    counts = (
-        np.array(each, dtype=np.int32) for each in (trunks, choices, [0] * len(trunks), lengths, lengths)
-    )
-    return Encoded(np.array(tokens, dtype=np.int64), *counts)
+    gold = [0] * len(choices)
+    counts = (np.array(each, dtype=np.int32) for each in (prefix_lengths, choices, gold, lengths, lengths))
+    return EncodedTask(np.array(tokens, dtype=np.int64), *counts)
 
 
 if __name__ == "__main__":

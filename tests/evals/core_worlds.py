@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanorun.config import scale_model
-from nanorun.evals.core_data import Task
-from nanorun.evals.core_rows import Batch
+from nanorun.evals.core_scoring import ScoringBatch
+from nanorun.evals.core_tasks import CoreTask
 from nanorun.model.gpt import GPT, build
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -24,14 +24,16 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer("bytes", r"\S+|\s+", {bytes([b]): b for b in range(256)}, special)
 
 
-def task(kind: str, shots: int = 0, delimiter: str = " ", label: str = "t", baseline: float = 0.0) -> Task:
-    return Task(label, kind, shots, delimiter, baseline, f"eval_data/{label}.jsonl")  # type: ignore[arg-type]
+def task(
+    kind: str, shots: int = 0, delimiter: str = " ", label: str = "t", baseline: float = 0.0
+) -> CoreTask:
+    return CoreTask(label, kind, shots, delimiter, baseline, f"eval_data/{label}.jsonl")  # type: ignore[arg-type]
 
 
 class KnownModel:
     """The logits after a token depend on that token (or on the whole row so far), by a given rule."""
 
-    shares_trunks = False
+    shares_prefixes = False
 
     def __init__(self, vocab_size: int, rule: Any, context: int = 10_000) -> None:
         self.vocab_size, self.rule, self.context, self.device = vocab_size, rule, context, CPU
@@ -40,9 +42,11 @@ class KnownModel:
         rows = tokens.tolist()
         return torch.stack([torch.stack([self.rule(row[: i + 1]) for i in range(len(row))]) for row in rows])
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: ScoringBatch) -> Tensor:
         rows, time = batch.tokens.tolist(), batch.tokens.shape[1]
-        return torch.stack([self.rule(rows[at // time][: at % time + 1]) for at in batch.at.tolist()])
+        return torch.stack(
+            [self.rule(rows[at // time][: at % time + 1]) for at in batch.logit_positions.tolist()]
+        )
 
 
 def oracle(tokenizer: Tokenizer, answers: Sequence[tuple[str, str]]) -> KnownModel:

@@ -30,12 +30,18 @@ from core_worlds import (
 from nanorun.cli import main
 from nanorun.data.bundle import open_bundle
 from nanorun.errors import UserError
-from nanorun.evals.core import GPT2_CORE, Options, choose, evaluate
-from nanorun.evals.core_data import read_examples, read_tasks
+from nanorun.evals.core import GPT2_CORE, CoreOptions, evaluate, select_tasks
 from nanorun.evals.core_model import OurModel
-from nanorun.evals.core_prompts import Encoded, encode_examples, encode_task
-from nanorun.evals.core_rows import group_rows, make_batch, plan_rows
-from nanorun.evals.core_score import one_at_a_time, score, verdicts
+from nanorun.evals.core_prompts import EncodedTask, encode_examples, encode_task
+from nanorun.evals.core_scoring import (
+    correct_examples,
+    group_rows,
+    make_batch,
+    plan_rows,
+    score_one_at_a_time,
+    score_tasks,
+)
+from nanorun.evals.core_tasks import read_examples, read_tasks
 from nanorun.report.core import plot_core
 from nanorun.text.tokenizer import gpt2_tokenizer
 
@@ -59,9 +65,9 @@ def bigram_loss(text: str, first: int) -> float:
     return sum(losses) / len(losses)
 
 
-def all_right(encoded: Encoded, model, batch_tokens: int = 500) -> np.ndarray:
-    scores = score(model, [encoded], batch_tokens)
-    return verdicts(encoded, scores.losses, scores.likeliest)
+def all_right(encoded: EncodedTask, model, batch_tokens: int = 500) -> np.ndarray:
+    scores = score_tasks(model, [encoded], batch_tokens)
+    return correct_examples(encoded, scores.losses, scores.is_greedy)
 
 
 # The three types, by hand
@@ -70,13 +76,13 @@ def all_right(encoded: Encoded, model, batch_tokens: int = 500) -> np.ndarray:
 def test_multiple_choice_takes_the_lowest_mean_loss_of_the_choices_own_tokens():
     pool = [{"query": "colour?", "choices": ["red", "reddish", "blue"], "gold": 0}]
     encoded = encode_examples(task("multiple_choice"), pool, 1, TOKENIZER)
-    scores = score(KnownModel(TOKENIZER.vocab_size, bigram), [encoded], 100)
+    scores = score_tasks(KnownModel(TOKENIZER.vocab_size, bigram), [encoded], 100)
     shared = len("colour? ")
     expected = [bigram_loss(f"colour? {choice}", shared) for choice in pool[0]["choices"]]
     assert scores.losses == pytest.approx(expected, rel=1e-5)
     for gold in range(3):
-        right = verdicts(
-            Encoded(**{**vars(encoded), "gold": np.array([gold])}), scores.losses, scores.likeliest
+        right = correct_examples(
+            EncodedTask(**{**vars(encoded), "gold": np.array([gold])}), scores.losses, scores.is_greedy
         )
         assert right.tolist() == [gold == int(np.argmin(expected))]
 
@@ -84,10 +90,10 @@ def test_multiple_choice_takes_the_lowest_mean_loss_of_the_choices_own_tokens():
 def test_schema_scores_the_common_end_after_each_context():
     pool = [{"context_options": ["The cat", "A dog here"], "continuation": "sat.", "gold": 1}]
     encoded = encode_examples(task("schema"), pool, 1, TOKENIZER)
-    scores = score(KnownModel(TOKENIZER.vocab_size, bigram), [encoded], 100)
+    scores = score_tasks(KnownModel(TOKENIZER.vocab_size, bigram), [encoded], 100)
     expected = [bigram_loss(f"{c} sat.", len(c)) for c in pool[0]["context_options"]]
     assert scores.losses == pytest.approx(expected, rel=1e-5)
-    right = verdicts(encoded, scores.losses, scores.likeliest)
+    right = correct_examples(encoded, scores.losses, scores.is_greedy)
     assert right.tolist() == [expected[1] < expected[0]]
 
 
@@ -123,7 +129,7 @@ def test_a_sequence_too_long_loses_its_left_and_is_scored_as_what_remains():
         seen.append(row)
         return bigram(row)
 
-    score(KnownModel(TOKENIZER.vocab_size, watch, context=12), [encoded], 100)
+    score_tasks(KnownModel(TOKENIZER.vocab_size, watch, context=12), [encoded], 100)
     texts = {bytes(row).decode() for row in seen}  # no BOS is left, or this would fail
     whole = [f"a long question {choice}"[-12:] for choice in pool[0]["choices"]]
     assert {text for text in texts if len(text) == 11} == {text[:-1] for text in whole}
@@ -133,7 +139,7 @@ def test_a_continuation_longer_than_the_context_is_scored_behind_its_first_token
     pool = [{"context": "x", "continuation": "abcdefgh"}]
     encoded = encode_examples(task("language_modeling"), pool, 1, TOKENIZER)
     model = KnownModel(TOKENIZER.vocab_size, bigram, context=4)
-    scores = score(model, [encoded], 100)
+    scores = score_tasks(model, [encoded], 100)
     assert scores.losses == pytest.approx([bigram_loss("efgh", 1)], rel=1e-5)
 
 
@@ -175,7 +181,7 @@ def test_a_random_model_scores_within_noise_of_chance():
 
 
 @pytest.fixture(scope="module")
-def mixed() -> list[Encoded]:
+def mixed() -> list[EncodedTask]:
     """Every type with and without shots; some prompts longer than a context of 160."""
     made = []
     for i, kind in enumerate(KINDS):
@@ -203,45 +209,45 @@ SHAPES = {
 @pytest.mark.parametrize("context", [160, 1024])
 def test_every_verdict_is_the_same_one_at_a_time_and_batched(mixed, shape, context):
     model = OurModel(grown_model(TOKENIZER.vocab_size, context=context, **SHAPES[shape]))
-    slow = [one_at_a_time(model.all_logits, task, context, CPU) for task in mixed]
+    slow = [score_one_at_a_time(model.all_logits, task, context, CPU) for task in mixed]
     assert 0.2 < np.concatenate(slow).mean() < 0.6
-    for model.shares_trunks, batch_tokens in ((True, 1), (True, 3000), (True, 100_000), (False, 3000)):
-        scores, at = score(model, mixed, batch_tokens), 0
+    for model.shares_prefixes, batch_tokens in ((True, 1), (True, 3000), (True, 100_000), (False, 3000)):
+        scores, at = score_tasks(model, mixed, batch_tokens), 0
         for task_of_mixed, expected in zip(mixed, slow, strict=True):
-            mine = slice(at, at + len(task_of_mixed.tails))
-            fast = verdicts(task_of_mixed, scores.losses[mine], scores.likeliest[mine])
+            mine = slice(at, at + len(task_of_mixed.suffix_lengths))
+            fast = correct_examples(task_of_mixed, scores.losses[mine], scores.is_greedy[mine])
             assert fast.tolist() == expected.tolist()
             at = mine.stop
 
 
 def test_shared_trunks_change_no_loss(mixed):
     model = OurModel(grown_model(TOKENIZER.vocab_size))
-    shared = score(model, mixed, 3000)
-    model.shares_trunks = False
-    apart = score(model, mixed, 3000)
+    shared = score_tasks(model, mixed, 3000)
+    model.shares_prefixes = False
+    apart = score_tasks(model, mixed, 3000)
     assert shared.losses == pytest.approx(apart.losses, abs=2e-5)
     assert shared.tokens.sum() < 0.8 * apart.tokens.sum()
 
 
 def test_batches_keep_to_their_tokens_and_hold_every_target_once(mixed):
-    rows = plan_rows(mixed, 160, share=True)
+    rows = plan_rows(mixed, 160, share_prefixes=True)
     groups = group_rows(rows, 800, 60)
     batches = [make_batch(group) for group in groups]
     assert all(batch.tokens.size <= 800 or len(batch.tokens) == 1 for batch in batches)
     assert all(len(batch.targets) <= 60 or len(batch.tokens) == 1 for batch in batches)
     counts = np.bincount(np.concatenate([batch.sequences for batch in batches]))
-    lengths = [np.repeat(task.trunks, task.choices) + task.tails for task in mixed]
+    lengths = [np.repeat(task.prefix_lengths, task.choices) + task.suffix_lengths for task in mixed]
     whole = np.minimum(np.concatenate(lengths), 160) - 1
     assert counts.tolist() == np.minimum(np.concatenate([task.scored for task in mixed]), whole).tolist()
-    assert sum(batch.real for batch in batches) == sum(row.tokens for row in rows)
+    assert sum(batch.real_tokens for batch in batches) == sum(row.tokens for row in rows)
 
 
 def test_letters_as_answers_are_one_row_for_all_choices():
     pool = [{"query": f"{i}?", "choices": list("ABCD"), "gold": 0} for i in range(3)]
     encoded = encode_examples(task("multiple_choice"), pool, 3, TOKENIZER)
-    rows = plan_rows([encoded], 1024, share=False)
+    rows = plan_rows([encoded], 1024, share_prefixes=False)
     assert [row.tokens for row in rows] == [len("0? ") + 1] * 3
-    assert make_batch(rows[:1]).at.tolist() == [3]  # one place for four targets
+    assert make_batch(rows[:1]).logit_positions.tolist() == [3]  # one place for four targets
 
 
 # The whole
@@ -249,9 +255,9 @@ def test_letters_as_answers_are_one_row_for_all_choices():
 
 def test_core_is_the_mean_of_centred_accuracies_and_every_task_tells_its_own(home, tmp_path):
     bundle = open_bundle(small_bundle(tmp_path / "bundle"))
-    options = Options(max_per_task=8, batch_tokens=1000)
+    options = CoreOptions(max_per_task=8, batch_tokens=1000)
     model = OurModel(grown_model(TOKENIZER.vocab_size))
-    result = evaluate(model, TOKENIZER, choose(bundle, options), options, "mine")
+    result = evaluate(model, TOKENIZER, select_tasks(bundle, options), options, "mine")
     assert list(result["tasks"]) == ["choose", "choose_blind", "who", "next"]
     for label, each in result["tasks"].items():
         base = each["baseline"]
@@ -265,8 +271,8 @@ def test_core_is_the_mean_of_centred_accuracies_and_every_task_tells_its_own(hom
         result["seconds"], rel=0.5, abs=0.3
     )
     assert result["gpt2"] == GPT2_CORE
-    some = Options(tasks=["who", "choose"])
-    part = evaluate(model, TOKENIZER, choose(bundle, some), some, "mine")
+    some = CoreOptions(tasks=["who", "choose"])
+    part = evaluate(model, TOKENIZER, select_tasks(bundle, some), some, "mine")
     assert part["core"] is None
     assert list(part["tasks"]) == ["who", "choose"]
     json.dumps([result, part])
@@ -276,8 +282,8 @@ def test_the_chart_shows_tasks_and_gpt2_beside_the_model(home, tmp_path):
     pytest.importorskip("matplotlib")
     bundle = open_bundle(small_bundle(tmp_path / "bundle"))
     model = OurModel(grown_model(TOKENIZER.vocab_size))
-    for options, whole in ((Options(max_per_task=4), True), (Options(tasks=["who"]), False)):
-        result = evaluate(model, TOKENIZER, choose(bundle, options), options, "my model")
+    for options, whole in ((CoreOptions(max_per_task=4), True), (CoreOptions(tasks=["who"]), False)):
+        result = evaluate(model, TOKENIZER, select_tasks(bundle, options), options, "my model")
         drawn = plot_core(result, tmp_path / "new" / "core.svg").read_text()
         assert "<!-- CORE of my model" in drawn  # matplotlib says in comments what its letters spell
         assert "<!-- who -->" in drawn
@@ -293,16 +299,16 @@ TWO_RANKS = """
     from core_worlds import byte_tokenizer, grown_model
     from pathlib import Path
     from nanorun.data.bundle import open_bundle
-    from nanorun.evals.core import Options, choose, evaluate, joined_ranks
+    from nanorun.evals.core import CoreOptions, select_tasks, evaluate, process_group
     from nanorun.evals.core_model import OurModel
-    from nanorun.evals.core_score import ranks
-    with joined_ranks():
-        options = Options(batch_tokens=300)
+    from nanorun.evals.core_scoring import rank_and_world
+    with process_group():
+        options = CoreOptions(batch_tokens=300)
         model = OurModel(grown_model(byte_tokenizer().vocab_size))
-        chosen = choose(open_bundle(Path(sys.argv[1])), options)
+        chosen = select_tasks(open_bundle(Path(sys.argv[1])), options)
         result = evaluate(model, byte_tokenizer(), chosen, options, "mine")
         accuracies = {label: each["accuracy"] for label, each in result["tasks"].items()}
-        path = Path(sys.argv[2]) / f"{ranks()[0]}-of-{ranks()[1]}.json"
+        path = Path(sys.argv[2]) / f"{rank_and_world()[0]}-of-{rank_and_world()[1]}.json"
         path.write_text(json.dumps([accuracies, result["core"], result["tokens"]]))
 """
 
@@ -366,9 +372,9 @@ def test_the_real_bundle_is_evaluated_quickly_and_as_one_at_a_time(home, core_ar
     bundle = open_bundle(core_archive)
     tokenizer = gpt2_tokenizer(shared_data / "gpt2.tiktoken")
     model = OurModel(grown_model(tokenizer.vocab_size, depth=1, dim=32, context=512))
-    options = Options(max_per_task=3)
+    options = CoreOptions(max_per_task=3)
     began = time.monotonic()
-    result = evaluate(model, tokenizer, choose(bundle, options), options, "random")
+    result = evaluate(model, tokenizer, select_tasks(bundle, options), options, "random")
     assert time.monotonic() - began < 120
     assert list(result["tasks"]) == list(REAL)
     assert result["tasks"]["coqa"]["name"] == "coqa (stand-in)"
@@ -376,7 +382,7 @@ def test_the_real_bundle_is_evaluated_quickly_and_as_one_at_a_time(home, core_ar
     for label in ("hellaswag", "winogrande", "squad", "boolq"):
         (only,) = [each for each in read_tasks(bundle) if each.label == label]
         encoded, _ = encode_task(bundle, only, tokenizer, 3)
-        slow = one_at_a_time(model.all_logits, encoded, 512, CPU)
+        slow = score_one_at_a_time(model.all_logits, encoded, 512, CPU)
         assert result["tasks"][label]["accuracy"] == pytest.approx(slow.mean())
 
 
@@ -440,12 +446,12 @@ def test_a_bundle_that_lacks_a_tasks_file_says_which(tmp_path):
     bundle = write_bundle(tmp_path, {"here": about, "gone": about})
     (bundle / "eval_data" / "some" / "gone.jsonl").unlink()
     with pytest.raises(UserError, match="which 'gone' needs"):
-        choose(open_bundle(bundle), Options())
-    assert len(choose(open_bundle(bundle), Options(tasks=["here"]))) == 1
+        select_tasks(open_bundle(bundle), CoreOptions())
+    assert len(select_tasks(open_bundle(bundle), CoreOptions(tasks=["here"]))) == 1
 
 
 def test_a_model_whose_losses_are_no_numbers_is_not_given_a_score(home, tmp_path):
-    chosen = choose(open_bundle(small_bundle(tmp_path / "bundle")), Options())
+    chosen = select_tasks(open_bundle(small_bundle(tmp_path / "bundle")), CoreOptions())
     broken = KnownModel(TOKENIZER.vocab_size, lambda row: torch.full((TOKENIZER.vocab_size,), math.nan))
-    with pytest.raises(UserError, match="not all numbers"):
-        evaluate(broken, TOKENIZER, chosen, Options(), "broken")
+    with pytest.raises(UserError, match="not all finite"):
+        evaluate(broken, TOKENIZER, chosen, CoreOptions(), "broken")

@@ -14,7 +14,7 @@ from core_worlds import CPU, byte_tokenizer, grown_model, questions, small_bundl
 from nanorun.errors import UserError
 from nanorun.evals.core_model import open_hugging_face
 from nanorun.evals.core_prompts import encode_examples
-from nanorun.evals.core_score import one_at_a_time, score, verdicts
+from nanorun.evals.core_scoring import correct_examples, score_one_at_a_time, score_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,9 +50,9 @@ def test_a_hugging_face_model_gets_the_same_verdicts_one_at_a_time_and_batched(t
     for kind in ("multiple_choice", "schema", "language_modeling"):
         for shots in (0, 4):
             encoded = encode_examples(task(kind, shots), questions(kind, 10), 10, tokenizer)
-            slow = one_at_a_time(model.all_logits, encoded, model.context, CPU)
-            scores = score(model, [encoded], 600)
-            assert verdicts(encoded, scores.losses, scores.likeliest).tolist() == slow.tolist()
+            slow = score_one_at_a_time(model.all_logits, encoded, model.context, CPU)
+            scores = score_tasks(model, [encoded], 600)
+            assert correct_examples(encoded, scores.losses, scores.is_greedy).tolist() == slow.tolist()
 
 
 def test_a_folder_is_evaluated_offline_by_the_command_line(tiny_gpt2, home, tmp_path):

@@ -9,17 +9,17 @@ from core_worlds import byte_tokenizer, questions, small_bundle, task, write_bun
 
 from nanorun.data.bundle import open_bundle
 from nanorun.errors import UserError
-from nanorun.evals.core_data import (
-    choose_tasks,
-    mmlu_from,
+from nanorun.evals.core_prompts import cache_folder, common_prefix, encode_examples, encode_task, scored_spans
+from nanorun.evals.core_tasks import (
+    apply_cap,
+    display_name,
+    draw_shots,
+    find_tasks,
+    open_mmlu,
     read_examples,
     read_tasks,
-    render,
-    shots_of,
-    shown_name,
-    under_cap,
+    render_prompts,
 )
-from nanorun.evals.core_prompts import cache_folder, common_length, encode_examples, encode_task, what_counts
 
 
 def test_a_multiple_choice_prompt_has_solved_examples_the_delimiter_and_each_choice():
@@ -27,7 +27,7 @@ def test_a_multiple_choice_prompt_has_solved_examples_the_delimiter_and_each_cho
         {"query": "1+1?", "choices": ["2", "3"], "gold": 0},
         {"query": "2+2?", "choices": ["5", "4"], "gold": 1},
     ]
-    asked = render(task("multiple_choice", shots=1, delimiter="\nAnswer: "), pool, 0)
+    asked = render_prompts(task("multiple_choice", shots=1, delimiter="\nAnswer: "), pool, 0)
     assert asked == ["2+2?\nAnswer: 4\n\n1+1?\nAnswer: 2", "2+2?\nAnswer: 4\n\n1+1?\nAnswer: 3"]
 
 
@@ -36,7 +36,7 @@ def test_a_schema_prompt_has_each_context_and_the_common_end():
         {"context_options": ["It rained", "It shone"], "continuation": "so we got wet.", "gold": 0},
         {"context_options": ["He", "She"], "continuation": "left.", "gold": 1},
     ]
-    assert render(task("schema", shots=1), pool, 0) == [
+    assert render_prompts(task("schema", shots=1), pool, 0) == [
         "She left.\n\nIt rained so we got wet.",
         "She left.\n\nIt shone so we got wet.",
     ]
@@ -47,11 +47,11 @@ def test_a_text_to_go_on_with_is_given_without_and_with_its_continuation_and_los
         {"context": "  The sky is\n", "continuation": "blue"},
         {"context": "Grass is ", "continuation": "green"},
     ]
-    assert render(task("language_modeling", shots=1), pool, 0) == [
+    assert render_prompts(task("language_modeling", shots=1), pool, 0) == [
         "Grass is green\n\nThe sky is",
         "Grass is green\n\nThe sky is blue",
     ]
-    assert render(task("language_modeling", shots=0, delimiter="\nA: "), pool, 1) == [
+    assert render_prompts(task("language_modeling", shots=0, delimiter="\nA: "), pool, 1) == [
         "Grass is\nA:",
         "Grass is\nA: green",
     ]
@@ -63,7 +63,7 @@ def test_shots_are_drawn_as_the_rule_says(count, shots):
     for index in {0, 1, count // 2, count - 1}:
         others = [i for i in range(count) if i != index]
         drawn = random.Random(1234 + index).sample(others, shots)
-        assert shots_of(task("multiple_choice", shots), pool, index) == [pool[i] for i in drawn]
+        assert draw_shots(task("multiple_choice", shots), pool, index) == [pool[i] for i in drawn]
 
 
 def test_examples_are_shuffled_before_the_cap_and_shots_come_from_under_it(tmp_path):
@@ -74,9 +74,9 @@ def test_examples_are_shuffled_before_the_cap_and_shots_come_from_under_it(tmp_p
     expected = list(examples)
     random.Random(1337).shuffle(expected)
     assert read_examples(bundle, only) == expected
-    assert under_cap(only, expected, 20) == (20, expected[:20])
-    assert under_cap(only, expected, 2) == (2, expected[:4])  # enough for three shots, and no more
-    assert under_cap(only, expected, None) == (50, expected)
+    assert apply_cap(only, expected, 20) == (20, expected[:20])
+    assert apply_cap(only, expected, 2) == (2, expected[:4])  # enough for three shots, and no more
+    assert apply_cap(only, expected, None) == (50, expected)
 
 
 def as_text(tokens: np.ndarray) -> str:
@@ -87,36 +87,36 @@ def as_text(tokens: np.ndarray) -> str:
 def test_what_counts_is_what_choices_do_not_share():
     pool = [{"query": "Is it", "choices": ["blue sky", "blue sea"], "gold": 1}]
     encoded = encode_examples(task("multiple_choice"), pool, 1, byte_tokenizer())
-    ((trunk, tails, scored),) = encoded.examples()
-    assert trunk[0] == byte_tokenizer().bos
-    assert as_text(trunk) == "Is it blue s"
-    assert [as_text(tail) for tail in tails] == ["ky", "ea"]
+    ((prefix, suffixes, scored),) = encoded.examples()
+    assert prefix[0] == byte_tokenizer().bos
+    assert as_text(prefix) == "Is it blue s"
+    assert [as_text(suffix) for suffix in suffixes] == ["ky", "ea"]
     assert scored.tolist() == [2, 2]
     assert encoded.gold.tolist() == [1]
 
 
 def test_what_counts_of_a_schema_is_the_end_that_all_share():
     pool = [{"context_options": ["Sam", "Ann B"], "continuation": "ran", "gold": 0}]
-    ((trunk, tails, scored),) = encode_examples(task("schema"), pool, 1, byte_tokenizer()).examples()
-    assert as_text(trunk) == ""
-    assert [as_text(tail) for tail in tails] == ["Sam ran", "Ann B ran"]
+    ((prefix, suffixes, scored),) = encode_examples(task("schema"), pool, 1, byte_tokenizer()).examples()
+    assert as_text(prefix) == ""
+    assert [as_text(suffix) for suffix in suffixes] == ["Sam ran", "Ann B ran"]
     assert scored.tolist() == [4, 4]  # " ran"
 
 
 def test_what_counts_of_a_continuation_follows_the_prompts_own_tokens():
     pool = [{"context": "2, 3,", "continuation": "4"}]
-    ((trunk, tails, scored),) = encode_examples(
+    ((prefix, suffixes, scored),) = encode_examples(
         task("language_modeling"), pool, 1, byte_tokenizer()
     ).examples()
-    assert (as_text(trunk), as_text(tails[0]), scored.tolist()) == ("2, 3,", " 4", [2])
+    assert (as_text(prefix), as_text(suffixes[0]), scored.tolist()) == ("2, 3,", " 4", [2])
 
 
 def test_something_counts_of_every_choice_even_of_one_that_begins_another():
     short, long = np.array([9, 1, 2]), np.array([9, 1, 2, 3])
-    assert what_counts("multiple_choice", [short, long])[1] == [2, 2]
-    assert what_counts("multiple_choice", [short, short])[1] == [2, 2]
-    assert what_counts("schema", [short, short])[1] == [1, 1]  # never the first token: nothing predicts it
-    assert common_length([short, long]) == 3
+    assert scored_spans("multiple_choice", [short, long])[1] == [2, 2]
+    assert scored_spans("multiple_choice", [short, short])[1] == [2, 2]
+    assert scored_spans("schema", [short, short])[1] == [1, 1]  # never the first token: nothing predicts it
+    assert common_prefix([short, long]) == 3
 
 
 def test_prompts_are_made_once_for_a_tokenizer_a_task_and_a_cap(home, tmp_path):
@@ -141,11 +141,11 @@ def test_tasks_are_chosen_by_name_or_by_the_beginning_of_it(tmp_path):
     tasks = read_tasks(bundle)
 
     def chosen(*names):
-        return [each.label for each in choose_tasks(bundle, tasks, names)]
+        return [each.label for each in find_tasks(bundle, tasks, names)]
 
     assert chosen("next", "choose") == ["next", "choose"]
     twins = [t for t in tasks if t.label == "choose_blind"]
-    assert [t.label for t in choose_tasks(bundle, twins, ["choose"])] == ["choose_blind"]
+    assert [t.label for t in find_tasks(bundle, twins, ["choose"])] == ["choose_blind"]
     with pytest.raises(UserError, match="no task 'chess'"):
         chosen("chess")
     with pytest.raises(UserError, match="has no MMLU: --mmlu"):
@@ -155,17 +155,17 @@ def test_tasks_are_chosen_by_name_or_by_the_beginning_of_it(tmp_path):
 def test_mmlu_in_its_own_form_becomes_a_question_answered_by_a_letter(tmp_path):
     lines = [{"question": f"{i}?", "choices": ["w", "x", "y", "z"], "answer": i % 4} for i in range(9)]
     (tmp_path / "mmlu_test.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    mmlu, bundle = mmlu_from(tmp_path / "mmlu_test.jsonl")
+    bundle, mmlu = open_mmlu(tmp_path / "mmlu_test.jsonl")
     example = next(e for e in read_examples(bundle, mmlu) if e["query"].startswith("6?"))
     assert example == {"query": "6?\nA. w\nB. x\nC. y\nD. z\nAnswer:", "choices": list("ABCD"), "gold": 2}
     assert not mmlu.in_core
-    assert len(shots_of(mmlu, read_examples(bundle, mmlu), 0)) == 5
+    assert len(draw_shots(mmlu, read_examples(bundle, mmlu), 0)) == 5
 
 
 def test_the_stand_in_is_called_one():
-    assert shown_name("coqa", 495) == "coqa (stand-in)"
-    assert shown_name("coqa", 7983) == "coqa"
-    assert shown_name("boolq", 495) == "boolq"
+    assert display_name("coqa", 495) == "coqa (stand-in)"
+    assert display_name("coqa", 7983) == "coqa"
+    assert display_name("boolq", 495) == "boolq"
 
 
 MISTAKES = {
