@@ -99,15 +99,16 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
     from speed import configured
 
-    from nanorun.model.kernels import flash, fp8, products
+    from nanorun.model.kernels import flash, fp8, gemm
     from nanorun.runs import Run
     from nanorun.train import base, loop
 
     cute.compile = NoCompiler()
     for module in (quack.cute_dsl_utils, quack.gemm_runtime.host):
         module.get_max_active_clusters = lambda size: 132 // size
-    flash.works = lambda device, head_dim: True  # type: ignore[assignment]
-    fp8.works = products.work = lambda device: True  # type: ignore[assignment]
+    flash.is_supported = lambda device, head_dim: True  # type: ignore[assignment]
+    for module in (fp8, fp8.kernel, gemm):
+        module.is_supported = lambda device: True  # type: ignore[attr-defined]
     config, options = configured({**settings, "changes": {"options": {"device_batch": settings["rows"]}}})
     with tempfile.TemporaryDirectory() as folder:
         training = base.assemble(config, Run("fake-gpu", Path(folder), {}, None), options, None)

@@ -13,7 +13,7 @@ def measure_rates() -> dict[str, Any]:
     """TFLOP/s of the GEMMs; microseconds and TB/s of the kernels."""
     import torch
 
-    from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm, rope_norm8, stream
+    from nanorun.model.kernels import embedding_grad, fp8, gemm, relu2, residual_norm, rope_norm
     from nanorun.model.kernels.softcap_loss import softcap_loss, softcap_loss_fp8
 
     tokens, width, vocab, rows = 32_768, 768, 32_768, 8_192
@@ -54,13 +54,13 @@ def measure_rates() -> dict[str, Any]:
         for fast in (True, False):
             kind = "fast" if fast else "exact"
             calls |= {
-                f"fp8 {kind} forward": lambda a=x8, b=w8, f=fast: fp8.multiply(a, b, one, one, low, f),
-                f"fp8 {kind} dx": lambda a=g8, b=wt8, f=fast: fp8.multiply(a, b, one, one, low, f),
-                f"fp8 {kind} dw": lambda a=gt8, b=xt8, f=fast: fp8.multiply(a, b, one, one, high, f),
+                f"fp8 {kind} forward": lambda a=x8, b=w8, f=fast: fp8.scaled_mm(a, b, one, one, low, f),
+                f"fp8 {kind} dx": lambda a=g8, b=wt8, f=fast: fp8.scaled_mm(a, b, one, one, low, f),
+                f"fp8 {kind} dw": lambda a=gt8, b=xt8, f=fast: fp8.scaled_mm(a, b, one, one, high, f),
             }
         calls |= {
-            "ping-pong forward": lambda a=x8, b=w8: products.pingpong(a, b, one, one),
-            "ping-pong dx": lambda a=g8, b=wt8: products.pingpong(a, b, one, one),
+            "ping-pong forward": lambda a=x8, b=w8: gemm.gemm_fp8_pingpong(a, b, one, one),
+            "ping-pong dx": lambda a=g8, b=wt8: gemm.gemm_fp8_pingpong(a, b, one, one),
         }
         row: dict[str, Any] = {"matrix": name}
         for kind, call in calls.items():
@@ -72,12 +72,12 @@ def measure_rates() -> dict[str, Any]:
 
     x, u = random(tokens, width), random(tokens, 4 * width)
     y, g, start, first = (random(tokens, n) for n in (width, width, width, 12))
-    *_, inverse = fp8.norm_quantize(y)
+    *_, inverse = residual_norm.norm_quantize(y)
     longest = torch.full((2,), 5.0, device="cuda")
     h8, ht, unit = relu2.quantize(u, longest, width)
     x8, square = x.to(fp8.E4M3), random(width, width)
     up8, down8 = (random(*shape).to(fp8.E4M3) for shape in ((4 * width, width), (width, 4 * width)))
-    parts = fp8.measure(x)
+    parts = fp8.amax_and_row_norm(x)
     logits, targets = random(rows, vocab), torch.randint(vocab, (rows,), device="cuda")
     losses = torch.empty(rows, device="cuda")
     dz, dzt = (torch.empty(*shape, device="cuda", dtype=fp8.E5M2) for shape in ((rows, vocab), (vocab, rows)))
@@ -85,7 +85,7 @@ def measure_rates() -> dict[str, Any]:
     qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
     turned = (qkv, angle, angle)
     nothing = (None, None, None, heads, heads, 1.2)
-    inverses, steepest = rope_norm8.turn_in_place(*turned, *nothing)
+    inverses, steepest = rope_norm.rope_norm_inplace(*turned, *nothing)
     gradients = [random(tokens, heads, 128) for _ in "qkv"]
     table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
     common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # some tokens are frequent, as in text
@@ -93,52 +93,68 @@ def measure_rates() -> dict[str, Any]:
     kernels: list[dict[str, Any]] = []
     measurements: tuple[tuple[str, float, Any], ...] = (  # name, bytes moved, the call
         ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
-        ("measure", 2 * narrow / fp8.every(tokens), lambda: fp8.measure(x)),
+        ("measure", 2 * narrow / fp8.kernel.amax_stride(tokens), lambda: fp8.amax_and_row_norm(x)),
         ("quantize", 4 * narrow, lambda: fp8.quantize(x, parts, 0.0, fp8.E5M2)),
-        ("norm_quantize", 4 * narrow, lambda: fp8.norm_quantize(x)),
-        ("stream forward", 10 * narrow, lambda: fp8.stream_norm_quantize(x, y, start, one, one)),
-        ("stream forward, unmixed", 8 * narrow, lambda: fp8.stream_norm_quantize(x, y, None, None, None)),
-        ("stream backward", 10 * narrow, lambda: stream.backward(x, y, inverse, g, first, start, one)),
-        ("stream backward, unmixed", 8 * narrow, lambda: stream.backward(x, y, inverse, g, None, None, None)),
+        ("norm_quantize", 4 * narrow, lambda: residual_norm.norm_quantize(x)),
+        ("stream forward", 10 * narrow, lambda: residual_norm.residual_norm_quantize(x, y, start, one, one)),
+        (
+            "stream forward, unmixed",
+            8 * narrow,
+            lambda: residual_norm.residual_norm_quantize(x, y, None, None, None),
+        ),
+        ("stream backward", 10 * narrow, lambda: residual_norm.backward(x, y, inverse, g, first, start, one)),
+        (
+            "stream backward, unmixed",
+            8 * narrow,
+            lambda: residual_norm.backward(x, y, inverse, g, None, None, None),
+        ),
         ("relu2_quantize", 4 * wide, lambda: relu2.quantize(u, longest, width)),
         ("relu2_backward", 5 * wide, lambda: relu2.backward(u, ht, unit, parts, longest)),
         (
             "the same, h turned as well",
             6 * wide,
-            lambda: relu2.backward_turning(u, h8, unit, parts, longest),
+            lambda: relu2.backward_with_transpose(u, h8, unit, parts, longest),
         ),
-        ("product, then ReLU²", wide + narrow, lambda: products.up_relu2(x8, up8, one, one, longest, width)),
-        ("product onto the stream", 6 * narrow, lambda: products.product16(x, square, y)),
+        (
+            "product, then ReLU²",
+            wide + narrow,
+            lambda: gemm.gemm_fp8_relu2(x8, up8, one, one, longest, width),
+        ),
+        ("product onto the stream", 6 * narrow, lambda: gemm.gemm_bf16(x, square, y)),
         (
             "product onto the stream, mixed",
             wide + 6 * narrow,
-            lambda: products.land(h8, down8, one, one, x, start, one, one),
+            lambda: gemm.gemm_fp8_residual(h8, down8, one, one, x, start, one, one),
         ),
-        ("rope_norm forward", 8 * narrow, lambda: rope_norm._forward(*turned, heads, heads, 1.2)),
-        ("the same in place", 8 * narrow, lambda: rope_norm8.turn_in_place(*turned, *nothing)),
+        (
+            "rope_norm forward",
+            8 * narrow,
+            lambda: rope_norm.kernel.rope_norm_forward(*turned, heads, heads, 1.2),
+        ),
+        ("the same in place", 8 * narrow, lambda: rope_norm.rope_norm_inplace(*turned, *nothing)),
         (
             "the same, values added",
             16 * narrow,
-            lambda: rope_norm8.turn_in_place(*turned, gate, table, common, heads, heads, 1.2),
+            lambda: rope_norm.rope_norm_inplace(*turned, gate, table, common, heads, heads, 1.2),
         ),
         (
             "rope_norm backward",
             16 * narrow,
-            lambda: rope_norm._backward(*turned, *gradients, heads, heads, 1.2),
+            lambda: rope_norm.kernel.rope_norm_backward(*turned, *gradients, heads, heads, 1.2),
         ),
         (
             "rope_norm backward_fp8",
-            (16 + 6 / fp8.every(tokens)) * narrow,
-            lambda: rope_norm8.backward_fp8(
+            (16 + 6 / fp8.kernel.amax_stride(tokens)) * narrow,
+            lambda: rope_norm.backward_fp8(
                 qkv, inverses, angle, angle, *gradients, steepest, heads, heads, 1.2
             ),
         ),
-        ("add_rows", 10 * narrow, lambda: add_rows.add_rows(table, picked, x)),
-        ("add_rows, common tokens", 10 * narrow, lambda: add_rows.add_rows(table, common, x)),
+        ("add_rows", 10 * narrow, lambda: embedding_grad.accumulate(table, picked, x)),
+        ("add_rows, common tokens", 10 * narrow, lambda: embedding_grad.accumulate(table, common, x)),
         (
             "gated_backward, common tokens",
             14 * narrow,
-            lambda: add_rows.gated_backward(table, gradients[0], gate, table, common),
+            lambda: embedding_grad.gated_embedding_backward(table, gradients[0], gate, table, common),
         ),
         ("index_add_ (torch)", 18 * narrow, lambda: table.index_add_(0, picked, x.float())),
         ("softcap_loss", 4 * whole, lambda: softcap_loss(logits.clone(), targets, 15.0, vocab, True)),

@@ -293,7 +293,7 @@ def configured(task: dict[str, Any]) -> tuple[Any, Any]:
     from nanorun.train import base
 
     if os.environ.get("NANORUN_WITHOUT_FLASH"):
-        flash.works = lambda device, head_dim: False  # type: ignore[assignment]
+        flash.is_supported = lambda device, head_dim: False  # type: ignore[assignment]
     changes = {k: v for k, v in task["changes"].items() if k not in ("options", "without_flash")}
     config = base.configure(
         task["depth"],

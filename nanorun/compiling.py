@@ -9,8 +9,8 @@ torch's compile workers are processes of their own, and what they tune is looked
 one place only, every start timed 170 ways to run the optimizer's kernels again: 5 seconds.)
 
 What precedes the first layer is tracing: torch reads the model's Python, at every start. It is quick where it finds
-operators and slow where it finds gradients written by hand, so those are marked (`kernels.whole`) and passed over;
-autograd follows them later, and its work is kept on disk.
+operators and slow where it finds gradients written by hand, so those are marked (`kernels.opaque_to_dynamo`) and
+passed over; autograd follows them later, and its work is kept on disk.
 
 And one thing is mended. When torch 2.11 meets an operator for the first time it describes it for its log, whether
 anybody reads that or not: its inputs, their inputs, and so on back to the tokens, once for every way there. At the end
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanorun.model.kernels import WHOLE
+from nanorun.model.kernels import OPAQUE_FUNCTIONS
 
 KEY = "TORCH_COMPILE_CACHE_KEY_TAG"
 
@@ -39,7 +39,7 @@ def compiled(model: nn.Module) -> Callable[..., Tensor]:
     describe_briefly()
     functorch.autograd_cache_allow_custom_autograd_functions = True
     os.environ[KEY] = torch.compiler.config.cache_key_tag = source_digest()
-    for function in WHOLE:
+    for function in OPAQUE_FUNCTIONS:
         torch.compiler.allow_in_graph(function)
         inductor.unsafe_marked_cacheable_functions[f"{function.__module__}.{function.__name__}"] = (
             source_digest()

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import add_rows, layers8, rope_norm
+from nanorun.model.kernels import embedding_grad, layers8
+from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
 from nanorun.model.kernels.stream import Stream
 
 
@@ -47,9 +48,9 @@ def assert_values_are_added(norm_heads, draw, copied, shape):
     exact = [t.detach().double().requires_grad_() for t in (x, *weights, gate_weight, table)]
     n = normed(exact[0])
     mixed = F.linear(n, torch.cat(exact[1:4]))
-    q, k, v = rope_norm.reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2)
+    q, k, v = rope_norm_reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2)
     gate = 3 * torch.sigmoid(F.linear(n[..., :12], exact[4]))
-    truth = [q, k, add_rows.gated(v, gate, exact[5][words])]
+    truth = [q, k, embedding_grad.reference.add_gated_rows(v, gate, exact[5][words])]
     above = [draw(*out.shape, seed=i, size=1e-3 * 3**i) for i, out in enumerate(truth)]
     for outs in (fast, truth):
         sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()

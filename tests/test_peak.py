@@ -49,10 +49,10 @@ def test_memory_from_before_that_is_freed_makes_room():
 
 
 def test_a_line_of_nanorun_is_named_rather_than_its_callees_and_callers():
-    ours = ROOT / "nanorun" / "model" / "kernels" / "fp8.py"
+    ours = ROOT / "nanorun" / "model" / "kernels" / "fp8" / "kernel.py"
     below, above = frame("/site/torch/_ops.py", 5, "__call__"), frame("/site/cache/cxyz.py", 7)
-    assert peak.allocating_line([below, frame(ours, 1, "measure"), above]).startswith(
-        "nanorun/model/kernels/fp8.py:1 measure"
+    assert peak.allocating_line([below, frame(ours, 1, "quantize"), above]).startswith(
+        "nanorun/model/kernels/fp8/kernel.py:1 quantize"
     )
     assert peak.allocating_line([below]) == "/site/torch/_ops.py:5"
     assert peak.allocating_line([]) == "unknown"

@@ -70,7 +70,7 @@ def choose_backends(
 ) -> tuple[Backend, ...]:
     """The backend of each layer on this device. FlexAttention is only fast compiled; cuDNN's backward pass has no
     deterministic form."""
-    if backend == "flash" and (config.document_mask or not flash.works(device, config.head_dim)):
+    if backend == "flash" and (config.document_mask or not flash.is_supported(device, config.head_dim)):
         raise UserError(
             "FlashAttention-4 cannot run here: it needs a Hopper or newer GPU, the packages flash-attn-4 and "
             "nvidia-cutlass-dsl, and no document mask; choose auto, cudnn, flex, sdpa or plain."
@@ -83,7 +83,7 @@ def choose_backends(
         return (backend,) * config.depth
     if device.type != "cuda":
         return everywhere("sdpa", config)
-    if dtype == torch.bfloat16 and not config.document_mask and flash.works(device, config.head_dim):
+    if dtype == torch.bfloat16 and not config.document_mask and flash.is_supported(device, config.head_dim):
         return everywhere("flash", config)
     hopper = torch.cuda.get_device_capability(device)[0] >= 9 and dtype != torch.float32
     exact = torch.are_deterministic_algorithms_enabled()

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
 from nanorun.model.attention import attend, everywhere, spare_plans, window_blocks
-from nanorun.model.kernels import add_rows, fp8, kernels_run_on, layers8, products, rope_norm
-from nanorun.model.kernels.fp8 import Copies
+from nanorun.model.kernels import embedding_grad, fp8, gemm, kernels_run_on, layers8, rope_norm
+from nanorun.model.kernels.fp8 import Fp8Weight
 from nanorun.model.kernels.stream import Mixing, Stream
 from nanorun.model.linear import Linear, LowCopy
 from nanorun.model.loss import can_fuse, chunked_loss, plain_loss
@@ -66,14 +66,14 @@ class Table(nn.Embedding):
 
     def rows(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         if self.sums is not None and torch.is_grad_enabled():
-            return add_rows.look_up(self.weight, self.sums, tokens, dtype)
+            return embedding_grad.embedding_lookup(self.weight, self.sums, tokens, dtype)
         return self(tokens).to(dtype)
 
     def added(self, v: Tensor, gate: Tensor, tokens: Tensor) -> Tensor:
         """v (B, T, K, D), to which the tokens' rows are added, weighted by gate (B, T, K)."""
         if self.sums is not None and torch.is_grad_enabled():
-            return add_rows.add_gated(v, gate, self.weight, self.sums, tokens)
-        return add_rows.gated(v, gate, self(tokens))
+            return embedding_grad.add_gated_embedding(v, gate, self.weight, self.sums, tokens)
+        return embedding_grad.reference.add_gated_rows(v, gate, self(tokens))
 
     def renew(self) -> None:
         if self.sums is not None:
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         in_eight = means.eight_bits and config.fp8 not in ("none", "mlp")
         stacked = (config.dim + 2 * kv_dim, config.dim)
         pingpong = config.pingpong and means.products
-        self.qkv8 = Copies(*stacked, lengths=False, pingpong=pingpong) if in_eight else None
+        self.qkv8 = Fp8Weight(*stacked, norms=False, pingpong=pingpong) if in_eight else None
         copied_as = means.copied_as if config.fused_qkv and not in_eight else None
         self.qkv_low = LowCopy(*stacked, copied_as) if copied_as else None
         self.adds = adds_in_products(config, means)
@@ -124,15 +124,16 @@ class Attention(nn.Module):
         mixed = attend(q, k, v, min(self.window, time), self.backend, docs, self.blocks)
         mixed = mixed.reshape(batch, time, config.dim)
         if self.adds and torch.is_grad_enabled():
-            flat = products.linear_onto(mixed.flatten(0, 1), self.out.weight, x.flatten(0, 1))
+            flat = gemm.linear_residual(mixed.flatten(0, 1), self.out.weight, x.flatten(0, 1))
             return Stream(x, flat.view_as(x), done=True)
         return Stream(x, self.out(mixed))
 
     def renew(self) -> None:
         self.out.renew()
-        for copies in (self.qkv8, self.qkv_low):
-            if copies is not None:
-                copies.renew(*self._qkv_weights())
+        if self.qkv8 is not None:
+            self.qkv8.requantize(*self._qkv_weights())
+        if self.qkv_low is not None:
+            self.qkv_low.renew(*self._qkv_weights())
 
     def _mixed(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Queries, keys and values, side by side or apart."""
@@ -200,8 +201,8 @@ class MLP(nn.Module):
         copied_as = None if in_eight else means.copied_as
         self.up = Linear(config.dim, hidden, copied_as)
         self.down = Linear(hidden, config.dim, copied_as)
-        self.up8 = Copies(hidden, config.dim, pingpong=pingpong) if in_eight else None
-        self.down8 = Copies(config.dim, hidden) if in_eight else None
+        self.up8 = Fp8Weight(hidden, config.dim, pingpong=pingpong) if in_eight else None
+        self.down8 = Fp8Weight(config.dim, hidden) if in_eight else None
 
     def forward(self, stream: Stream, after: Mixing | None = None) -> tuple[Tensor, Tensor]:
         if self.up8 is not None and self.down8 is not None and torch.is_grad_enabled():
@@ -215,8 +216,8 @@ class MLP(nn.Module):
         self.up.renew()
         self.down.renew()
         if self.up8 is not None and self.down8 is not None:
-            self.up8.renew(self.up.weight)
-            self.down8.renew(self.down.weight)
+            self.up8.requantize(self.up.weight)
+            self.down8.requantize(self.down.weight)
 
 
 def adds_in_products(config: ModelConfig, means: Means) -> bool:
@@ -228,7 +229,7 @@ def adds_in_products(config: ModelConfig, means: Means) -> bool:
 
 def turns_in_one(config: ModelConfig, means: Means) -> bool:
     """Whether queries and keys are turned and normed by one kernel."""
-    possible = means.kernels and rope_norm.fits(config.head_dim)
+    possible = means.kernels and rope_norm.is_supported_head_dim(config.head_dim)
     return possible and config.fused_rope and config.fused_qkv
 
 
@@ -275,7 +276,7 @@ class GPT(nn.Module):
         fused_loss = means.kernels and loss == "chunked" and config.fused_loss and can_fuse(config.softcap)
         in_eight = means.eight_bits and config.fp8 in ("head", "all") and fused_loss
         head, pingpong = (config.padded_vocab, config.dim), config.pingpong and means.products
-        self.head8 = Copies(*head, lengths=False, pingpong=pingpong) if in_eight else None
+        self.head8 = Fp8Weight(*head, norms=False, pingpong=pingpong) if in_eight else None
         self._loss: Callable[..., Tensor] = chunked_loss if loss == "chunked" else plain_loss
         if fused_loss:
             exact = config.fp8 != "all"
@@ -352,7 +353,7 @@ class GPT(nn.Module):
             block.attention.renew()
             block.mlp.renew()
         if self.head8 is not None:
-            self.head8.renew(self.head.weight)
+            self.head8.requantize(self.head.weight)
 
     def layers(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
@@ -480,8 +481,8 @@ def empty(
 ) -> GPT:
     """A model on the device whose weights are yet to be made or loaded."""
     spare_plans()
-    eight_bits = learns and fp8.works(device) and dtype == torch.bfloat16
-    config = replace(config, fp8=config.eight_bits(eight_bits and fp8.tried(device)))
+    eight_bits = learns and fp8.is_supported(device) and dtype == torch.bfloat16
+    config = replace(config, fp8=config.eight_bits(eight_bits and fp8.on_by_default(device)))
     means = Means(
         kernels_run_on(device),
         eight_bits,
@@ -490,7 +491,7 @@ def empty(
         eight_bits
         and config.fp8 != "none"
         and (config.pingpong or config.fused_relu2 or config.fused_residual)
-        and products.work(device),
+        and gemm.is_supported(device),
     )
     with torch.device("meta"):
         model = GPT(config, backends, dtype, means=means)

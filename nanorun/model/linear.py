@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanorun.model.kernels import whole
+from nanorun.model.kernels import opaque_to_dynamo
 
 
 class Linear(nn.Linear):
@@ -50,7 +50,7 @@ class LowCopy(nn.Module):
             rows.copy_(weight)
 
 
-@whole
+@opaque_to_dynamo
 def _product(*arguments: Any) -> Tensor:
     result: Tensor = _Product.apply(*arguments)
     return result

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanorun.model.kernels import fp8, products, softcap_loss, whole
+from nanorun.model.kernels import fp8, gemm, opaque_to_dynamo, softcap_loss
 
 IGNORE = -1  # the target of a position that is not trained; the loader's
 Reduction = Literal["sum", "none"]
@@ -84,7 +84,7 @@ def chunked_loss(
     reduction: Reduction = "sum",
     chunk_tokens: int | None = None,
     fused: bool = False,
-    copies: fp8.Copies | None = None,
+    copies: fp8.Fp8Weight | None = None,
     exact_logits: bool = False,
 ) -> Tensor:
     """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
@@ -110,9 +110,9 @@ def chunked_loss(
             rows,
             weight,
             flat,
-            copies.rows,
-            copies.columns,
-            copies.unit,
+            copies.data,
+            copies.data_t,
+            copies.scale,
             softcap,
             vocab_size,
             size,
@@ -133,13 +133,13 @@ def chunked_loss(
     return torch.stack([loss.sum() for loss in losses]).sum()
 
 
-@whole
+@opaque_to_dynamo
 def _chunked_loss(*arguments: Any) -> Tensor:
     result: Tensor = _ChunkedLoss.apply(*arguments)
     return result
 
 
-@whole
+@opaque_to_dynamo
 def _eight_bit_loss(*arguments: Any) -> Tensor:
     result: Tensor = _EightBitLoss.apply(*arguments)
     return result
@@ -235,13 +235,13 @@ def _eight_bit_gradients(
             if exact is not None:
                 logits = x_chunk[rows] @ exact.T
             else:
-                logits = products.product8(q[rows], head, unit, head_unit, x.dtype, pingpong)
+                logits = gemm.gemm_fp8(q[rows], head, unit, head_unit, x.dtype, pingpong)
             dz_unit = softcap_loss.softcap_loss_fp8(
                 logits, target_chunk[rows], softcap, vocab_size, loss_chunk[rows], dz, dzt, first
             )
             del logits
-        fp8.multiply(dz, head_columns, dz_unit, head_unit, x.dtype, False, out=dx_chunk)
-        share = fp8.multiply(dzt, qt, dz_unit, unit, weight.dtype, False)
+        fp8.scaled_mm(dz, head_columns, dz_unit, head_unit, x.dtype, False, out=dx_chunk)
+        share = fp8.scaled_mm(dzt, qt, dz_unit, unit, weight.dtype, False)
         dweight = share if dweight is None else dweight.add_(share)
         del dz, dzt, share
     assert dweight is not None

@@ -306,10 +306,10 @@ def text_material(config: Config, tokenizer: Tokenizer) -> Material:
 
 def check_fp8(config: Config, machine: hardware.Hardware, options: Options) -> None:
     model = config.model
-    possible = hardware.compute_dtype(machine, options.dtype) == torch.bfloat16 and fp8.works(
+    possible = hardware.compute_dtype(machine, options.dtype) == torch.bfloat16 and fp8.is_supported(
         torch.device(machine.device)
     )
-    if model.fp8 not in ("none", "auto") and not (possible and fp8.fits(model.dim)):
+    if model.fp8 not in ("none", "auto") and not (possible and fp8.is_aligned(model.dim)):
         raise UserError(
             f"fp8 is '{model.fp8}', and 8-bit matmuls need an Ada, Hopper or newer GPU with Triton, bf16 and a width "
             "that is a multiple of 16: train with fp8 'none' here."

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorun.model.kernels import flash, products
+from nanorun.model.kernels import flash, gemm
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda")
 AS_A_MODEL_DOES = """
 import torch
 from nanorun.model.kernels import flash
-assert flash.works(torch.device("cuda"), 128)
+assert flash.is_supported(torch.device("cuda"), 128)
 qkv = torch.randn(2, 512, 18, 128, device="cuda").bfloat16().requires_grad_()
 flash.flash_attention(*qkv.split(6, dim=2), {window}).sum().backward()
 """
@@ -45,13 +45,13 @@ def run(code: str, folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("window", [128, 512])
 def test_attention_is_found_both_ways(tmp_path, window):
-    if not flash.works(CUDA, 128):
+    if not flash.is_supported(CUDA, 128):
         pytest.skip("FlashAttention-4 does not run here")
     model = AS_A_MODEL_DOES.format(window=window)
     task = f"from nanorun.model.kernels import ahead; ahead.flash_task(6, 6, 128, 512, {window})"
     first = run(task, tmp_path)
     checked = run(
-        "import torch; from nanorun.model.kernels import flash; flash.works(torch.device('cuda'), 128)",
+        "import torch; from nanorun.model.kernels import flash; flash.is_supported(torch.device('cuda'), 128)",
         tmp_path,
     )
     assert first
@@ -59,12 +59,12 @@ def test_attention_is_found_both_ways(tmp_path, window):
 
 
 def test_products_are_found(tmp_path):
-    if not products.work(CUDA):
+    if not gemm.is_supported(CUDA):
         pytest.skip("quack's products do not run here")
     parts = "[ahead.products_task(part) for part in range(ahead.PRODUCT_PARTS)]"
     first = run(f"from nanorun.model.kernels import ahead; {parts}", tmp_path)
     found = run(
-        "import torch; from nanorun.model.kernels import products; assert products.work(torch.device('cuda'))",
+        "import torch; from nanorun.model.kernels import gemm; assert gemm.is_supported(torch.device('cuda'))",
         tmp_path,
     )
     assert first
@@ -72,7 +72,7 @@ def test_products_are_found(tmp_path):
 
 
 def test_our_own_kernels_are_found(tmp_path):
-    if not products.work(CUDA):
+    if not gemm.is_supported(CUDA):
         pytest.skip("quack's products do not run here")
     shape = "2, 2, 128, 256, 256, 1024, 1000, 1024"
     first = run(f"from nanorun.model.kernels import ahead; ahead.kernels_task({shape})", tmp_path)

@@ -13,7 +13,8 @@ from nanorun.compiling import compiled
 from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import build
-from nanorun.model.kernels import add_rows, fp8, layers8, relu2, rope_norm
+from nanorun.model.kernels import embedding_grad, fp8, layers8, relu2, residual_norm
+from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.kernels.stream import Stream
 from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
@@ -26,7 +27,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def needs_eight_bits():
-    if not fp8.works(torch.device("cuda", 0)):
+    if not fp8.is_supported(torch.device("cuda", 0)):
         pytest.skip("this GPU has no 8-bit matmuls")
     torch._dynamo.reset()  # it allows a piece of code eight graphs
 
@@ -41,8 +42,8 @@ def meant(q, unit):
 
 
 def copied(*weights):
-    copies = fp8.Copies(sum(w.shape[0] for w in weights), weights[0].shape[1]).cuda()
-    copies.renew(*weights)
+    copies = fp8.Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).cuda()
+    copies.requantize(*weights)
     return copies
 
 
@@ -52,7 +53,7 @@ SHAPES = [(4096, 768), (1000, 768), (33, 1280), (2049, 1536), (1, 16)]
 def test_a_row_far_larger_than_all_that_were_looked_at_is_clipped_and_no_other_suffers():
     x = draw(40_000, 64, dtype=torch.bfloat16)
     x[12_345] *= 1e6
-    q, qt, unit = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    q, qt, unit = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, fp8.E5M2)
     assert q.float().isfinite().all()
     assert torch.equal(qt[:, :40_000].float(), q.float().T)
     clipped, others = meant(q, unit)[12_345], torch.arange(40_000, device="cuda") != 12_345
@@ -65,11 +66,11 @@ def test_a_row_far_larger_than_all_that_were_looked_at_is_clipped_and_no_other_s
 def test_what_is_quantized_on_the_gpu_is_what_torch_casts_both_ways(shape):
     for dtype in (fp8.E4M3, fp8.E5M2):
         x = draw(*shape, size=3e-5, dtype=torch.bfloat16)
-        q, qt, unit = fp8.quantize(x, fp8.measure(x), 0.0, dtype)
+        q, qt, unit = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, dtype)
         assert torch.equal(q.float(), (x.float() / unit).to(dtype).float())
         assert torch.equal(qt[:, : shape[0]].float(), q.float().T)
         assert qt[:, shape[0] :].float().eq(0).all()
-    q, qt, unit, _ = fp8.norm_quantize(draw(*shape, size=9.0, dtype=torch.bfloat16))
+    q, qt, unit, _ = residual_norm.norm_quantize(draw(*shape, size=9.0, dtype=torch.bfloat16))
     assert (
         relative_error(meant(q, unit), normed(draw(*shape, size=9.0, dtype=torch.bfloat16).double())) < 0.035
     )
@@ -80,7 +81,7 @@ def test_what_is_quantized_on_the_gpu_is_what_torch_casts_both_ways(shape):
 def test_what_is_no_number_is_not_hidden(bad):
     x = draw(100, 64)
     x[50, 3] = bad
-    q, _, unit = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    q, _, unit = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, fp8.E5M2)
     assert not meant(q, unit).isfinite().all()
 
 
@@ -139,7 +140,7 @@ def test_compiled_eight_bit_heads_agree_with_float64(shape, own_angles):
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])
     mixed = F.linear(n, torch.cat(exact[1:]))
-    truth = (*rope_norm.reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2), n[..., :12])
+    truth = (*rope_norm_reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2), n[..., :12])
     above = [draw(*out.shape, seed=i, size=1e-7) for i, out in enumerate(truth)]
     for outs in (fast, truth):
         sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
@@ -194,8 +195,8 @@ def test_rows_are_added_into_a_table_s_gradient(width):
     rows = draw(3, 1001, width, dtype=torch.bfloat16)
     tokens = (torch.rand(3, 1001, device="cuda") ** 4 * 500).int()  # a few are very common
     sums = draw(500, width, seed=1)
-    truth = add_rows.reference(sums.double(), tokens, rows)
-    add_rows.add_rows(sums, tokens, rows)
+    truth = embedding_grad.reference.accumulate(sums.double(), tokens, rows)
+    embedding_grad.accumulate(sums, tokens, rows)
     torch.testing.assert_close(sums.double(), truth, rtol=1e-4, atol=1e-3)
 
 
@@ -203,9 +204,9 @@ def test_rows_are_added_into_a_table_s_gradient(width):
 def test_a_hidden_layer_turned_on_the_way_gives_the_same_gradient(shape):
     h, ht, unit = relu2.quantize(draw(*shape, dtype=torch.bfloat16), torch.full((2,), 3.0).cuda(), 64)
     dh = draw(*shape, seed=1, size=1e-4, dtype=torch.bfloat16)
-    lengths = fp8.measure(dh), torch.full((2,), 3.0).cuda()
+    lengths = fp8.amax_and_row_norm(dh), torch.full((2,), 3.0).cuda()
     turned = (*relu2.backward(dh, ht, unit, *lengths), ht)
-    turning = relu2.backward_turning(dh, h, unit, *lengths)
+    turning = relu2.backward_with_transpose(dh, h, unit, *lengths)
     for one, other in zip(turning, turned, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -217,10 +218,12 @@ def test_values_through_a_gate_learn_as_the_plain_sum_does(heads):
     tokens = (torch.rand(2, 1001, device="cuda") ** 4 * 500).int()  # a few are very common
     given = [each.clone().requires_grad_() for each in (v, gate, table)]
     sums = torch.zeros_like(table)
-    fast = torch.compile(add_rows.add_gated, dynamic=False, fullgraph=True)(*given, sums, tokens)
+    fast = torch.compile(embedding_grad.add_gated_embedding, dynamic=False, fullgraph=True)(
+        *given, sums, tokens
+    )
     fast.backward(dy)
     exact = [each.detach().double().requires_grad_() for each in (v, gate, table.bfloat16())]
-    truth = add_rows.gated(exact[0], exact[1], exact[2][tokens])
+    truth = embedding_grad.reference.add_gated_rows(exact[0], exact[1], exact[2][tokens])
     truth.backward(dy.double())
     assert relative_error(fast, truth) < 0.01
     assert torch.equal(given[0].grad, dy)

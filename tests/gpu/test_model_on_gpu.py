@@ -9,6 +9,7 @@ from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import attend, choose_backends
 from nanorun.model.gpt import build
 from nanorun.model.kernels import flash, rope_norm
+from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
 from nanorun.model.kernels.softcap_loss import softcap_loss
 from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
 from nanorun.optim import schedules
@@ -35,7 +36,7 @@ def test_attention_backends_agree_with_the_definition_in_float64(backend, window
     length, dim = 1000, 128
     if backend == "cudnn" and window < length:
         pytest.skip("cuDNN takes the full window only")
-    if backend == "flash" and not flash.works(torch.device("cuda", 0), dim):
+    if backend == "flash" and not flash.is_supported(torch.device("cuda", 0), dim):
         pytest.skip("flash-attn-4 is not installed or does not run here")
     shapes = [(2, length, 4, dim), (2, length, kv_heads, dim), (2, length, kv_heads, dim)]
     q, k, v = leaves(*shapes, dtype=torch.bfloat16)
@@ -69,7 +70,7 @@ def test_the_rope_kernel_agrees_with_float64_forward_and_backward(shape, own_ang
     fast = torch.compile(rope_norm.rope_norm, dynamic=False, fullgraph=True)(
         low, cos, sin, heads, kv_heads, 1.2
     )
-    truth = rope_norm.reference(exact, cos.double(), sin.double(), heads, kv_heads, 1.2)
+    truth = rope_norm_reference(exact, cos.double(), sin.double(), heads, kv_heads, 1.2)
     for one, other in zip(fast, truth, strict=True):
         assert relative_error(one, other) < 5e-3
     weights = [torch.randn_like(out) for out in truth]

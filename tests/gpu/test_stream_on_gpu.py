@@ -10,7 +10,7 @@ from nanorun.compiling import compiled
 from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.gpt import build
-from nanorun.model.kernels import fp8, stream
+from nanorun.model.kernels import fp8, residual_norm
 from nanorun.model.kernels.stream import Stream
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
@@ -23,7 +23,7 @@ CASES = [(True, False), (False, True), (True, True)]
 
 @pytest.fixture(autouse=True)
 def needs_eight_bits():
-    if not fp8.works(torch.device("cuda", 0)):
+    if not fp8.is_supported(torch.device("cuda", 0)):
         pytest.skip("this GPU has no 8-bit matmuls")
     torch._dynamo.reset()  # it allows a piece of code eight graphs
 
@@ -50,7 +50,7 @@ def drawn(shape, adds, mixes):
 def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mixes):
     given, exact = drawn(shape, adds, mixes)
     for _ in range(3):  # a thread that read too early would not do so each time
-        s, q, qt, unit, inverse = fp8.stream_norm_quantize(*given[:5])
+        s, q, qt, unit, inverse = residual_norm.residual_norm_quantize(*given[:5])
         assert relative_error(s, exact.settled()) < 2.5e-3
         torch.testing.assert_close(
             inverse.double(), (s.double().square().mean(1) + NORM_EPSILON).rsqrt(), rtol=1e-5, atol=0
@@ -79,10 +79,10 @@ def test_gradients_of_all_that_is_added_agree_with_float64(shape, adds, mixes, k
     if dfirst is not None:
         loss = loss + (n[:, :kept] * dfirst.double()).sum()
     loss.backward()
-    dx, *others = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:5])
+    dx, *others = residual_norm.input_grads(dn, s, inverse, ds, dfirst, *given[2:5])
     assert relative_error(dx, exact.x.grad) < 1e-2
     assert_gradients_near(others, exact, 1e-2)
-    again, *_ = stream.gradients(dn, s, inverse, ds, dfirst, *given[2:5])
+    again, *_ = residual_norm.input_grads(dn, s, inverse, ds, dfirst, *given[2:5])
     assert torch.equal(dx, again)
 
 

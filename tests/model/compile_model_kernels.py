@@ -15,7 +15,7 @@ import compile_for_hopper as hopper  # first: it turns interpreting off
 import torch
 from triton.runtime.jit import JITFunction
 
-from nanorun.model.kernels import ahead, fp8, relu2, rope_norm, softcap_loss
+from nanorun.model.kernels import ahead, relu2, residual_norm, rope_norm, softcap_loss
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -29,12 +29,12 @@ def launch_all(width: int, tokens: int = 256, vocab: int = 32_768) -> None:
     x, u, qkv = empty(tokens, width), empty(tokens, 4 * width), empty(tokens, 3 * width)
     scalar, two = empty(1, dtype=torch.float32), empty(2, dtype=torch.float32)
     for mixed in ((x, scalar, scalar), (None, None, None)):
-        fp8.stream_norm_quantize(x, x, *mixed)
+        residual_norm.residual_norm_quantize(x, x, *mixed)
     _, ht, _ = relu2.quantize(u, two, width)
     relu2.backward(u, ht, scalar, two, two)
     angle, gradients = empty(2048, 64), [empty(tokens, heads, 128) for _ in "qkv"]
-    rope_norm._forward(qkv, angle, angle, heads, heads, 1.2)
-    rope_norm._backward(qkv, angle, angle, *gradients, heads, heads, 1.2)
+    rope_norm.kernel.rope_norm_forward(qkv, angle, angle, heads, heads, 1.2)
+    rope_norm.kernel.rope_norm_backward(qkv, angle, angle, *gradients, heads, heads, 1.2)
     targets = empty(tokens, dtype=torch.int64)
     softcap_loss.softcap_loss(empty(tokens, vocab), targets, 15.0, vocab, True)
 

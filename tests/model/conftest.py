@@ -31,4 +31,4 @@ def rounding_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes long for each, and a model's copies of weights are measured often."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr("nanorun.model.kernels.fp8.MEASURED_ROWS", 64)
+        monkeypatch.setattr("nanorun.model.kernels.fp8.kernel.AMAX_ROWS", 64)

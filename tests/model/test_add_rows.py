@@ -5,7 +5,7 @@ import torch
 from near import relative_error
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import add_rows
+from nanorun.model.kernels import embedding_grad
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -17,8 +17,8 @@ def test_the_kernel_adds_what_the_reference_adds(shape, dtype):
     rows = torch.randn(shape, generator=dice).to(DEVICE, dtype)
     tokens = torch.randint(0, 6, shape[:-1], generator=dice).to(DEVICE)
     sums = torch.randn(9, shape[-1], generator=dice).to(DEVICE)
-    truth = add_rows.reference(sums.double(), tokens, rows)
-    add_rows.add_rows(sums, tokens, rows)
+    truth = embedding_grad.reference.accumulate(sums.double(), tokens, rows)
+    embedding_grad.accumulate(sums, tokens, rows)
     torch.testing.assert_close(sums.double(), truth, rtol=1e-5, atol=1e-5)
 
 
@@ -35,12 +35,12 @@ def test_values_through_a_gate_learn_as_the_plain_sum_does(shape, dtype, ordered
     sums = torch.ones_like(table)
     torch.use_deterministic_algorithms(ordered)
     try:
-        fast = add_rows.add_gated(*given, sums, tokens)
+        fast = embedding_grad.add_gated_embedding(*given, sums, tokens)
         fast.backward(dy)
     finally:
         torch.use_deterministic_algorithms(False)
     exact = [each.detach().double().requires_grad_() for each in (v, gate, table.to(dtype))]
-    truth = add_rows.gated(exact[0], exact[1], exact[2][tokens])
+    truth = embedding_grad.reference.add_gated_rows(exact[0], exact[1], exact[2][tokens])
     truth.backward(dy.double())
     near = 1e-6 if dtype == torch.float32 else 0.01
     assert relative_error(fast, truth) < near
@@ -60,8 +60,11 @@ def test_compiled_it_adds_to_the_same_memory():
     gate, v = torch.ones(1, 4, 2, device=DEVICE, requires_grad=True), torch.zeros(1, 4, 2, 8, device=DEVICE)
 
     def loss(table, sums):
-        rows = add_rows.look_up(table, sums, tokens, torch.float32)
-        return rows.square().sum() + add_rows.add_gated(v, gate, table, sums, tokens).square().sum()
+        rows = embedding_grad.embedding_lookup(table, sums, tokens, torch.float32)
+        return (
+            rows.square().sum()
+            + embedding_grad.add_gated_embedding(v, gate, table, sums, tokens).square().sum()
+        )
 
     compiled = torch.compile(
         loss, fullgraph=True, backend="inductor" if DEVICE.type == "cuda" else "aot_eager"

@@ -14,7 +14,8 @@ from nanorun.model.gpt import GPT, Means
 from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import fp8, layers8, relu2, rope_norm, rope_norm8
+from nanorun.model.kernels import fp8, layers8, relu2, residual_norm, rope_norm
+from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
 from nanorun.model.kernels.stream import Stream
 
@@ -32,8 +33,8 @@ def meant(q, unit):
 
 
 def copied(*weights):
-    copies = fp8.Copies(sum(w.shape[0] for w in weights), weights[0].shape[1]).to(DEVICE)
-    copies.renew(*weights)
+    copies = fp8.Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).to(DEVICE)
+    copies.requantize(*weights)
     return copies
 
 
@@ -41,7 +42,7 @@ def copied(*weights):
 def looked_at(request, monkeypatch):
     """What the scale of a gradient rests on: in tests, all rows unless few are made to count as very many."""
     if request.param != "all rows":
-        monkeypatch.setattr(fp8, "SEEN_ROWS", 4)
+        monkeypatch.setattr(fp8.kernel, "AMAX_MIN_ROWS", 4)
 
 
 def assert_both_ways(q, qt):
@@ -56,42 +57,42 @@ def assert_both_ways(q, qt):
 @pytest.mark.parametrize("size", [1e-12, 1.0, 3e7])
 def test_what_is_quantized_is_rounded_to_nearest_and_written_both_ways(shape, dtype, size):
     x = draw(*shape, size=size)
-    q, qt, unit = fp8.quantize(x, fp8.measure(x), 0.0, dtype)
+    q, qt, unit = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, dtype)
     assert_both_ways(q, qt)
     assert torch.equal(q.float(), (x / unit).half().to(dtype).float())
     assert torch.frexp(unit).mantissa.item() == 0.5, "a power of two"
     largest = (x / unit).abs().max().item()
-    assert fp8.MOST[dtype] / 2 < largest <= fp8.MOST[dtype]
+    assert fp8.FP8_MAX[dtype] / 2 < largest <= fp8.FP8_MAX[dtype]
 
 
 def test_the_measure_is_the_largest_entry_and_the_longest_row():
     x = draw(100, 80, dtype=torch.bfloat16)
-    largest, longest = fp8.measure(x)
+    largest, longest = fp8.amax_and_row_norm(x)
     assert largest == x.abs().max()
     torch.testing.assert_close(longest, x.float().norm(dim=1).max())
 
 
 def test_of_very_many_rows_every_eighth_is_measured_with_a_reserve_and_a_weight_s_all(monkeypatch):
-    monkeypatch.setattr(fp8, "SEEN_ROWS", 10)
+    monkeypatch.setattr(fp8.kernel, "AMAX_MIN_ROWS", 10)
     x = draw(100, 80, dtype=torch.bfloat16)
     x[8 * 5 + 3] *= 1000  # between those that are looked at
-    largest, longest = fp8.measure(x)
-    assert largest == fp8.SPARE * x[::8].abs().max()
-    torch.testing.assert_close(longest, fp8.SPARE * x[::8].float().norm(dim=1).max())
-    assert fp8.measured(x)[0] == x.abs().max()
-    assert [fp8.every(rows) for rows in (0, 19, 20, 79, 80, 10**6)] == [1, 1, 2, 7, 8, 8]
+    largest, longest = fp8.amax_and_row_norm(x)
+    assert largest == fp8.kernel.AMAX_HEADROOM * x[::8].abs().max()
+    torch.testing.assert_close(longest, fp8.kernel.AMAX_HEADROOM * x[::8].float().norm(dim=1).max())
+    assert fp8.kernel.exact_amax_and_row_norm(x)[0] == x.abs().max()
+    assert [fp8.kernel.amax_stride(rows) for rows in (0, 19, 20, 79, 80, 10**6)] == [1, 1, 2, 7, 8, 8]
 
 
 def test_zeros_stay_zeros_and_what_is_no_number_stays_none():
     x = torch.zeros(20, 16, device=DEVICE)
-    q, _, unit = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    q, _, unit = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, fp8.E5M2)
     assert unit == 1
     assert q.float().eq(0).all()
     x[3, 4] = float("nan")
-    q, qt, _ = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    q, qt, _ = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, fp8.E5M2)
     assert q.float().isnan().sum() == qt.float().isnan().sum() == 1
     x[3, 4] = float("inf")
-    q, _, unit = fp8.quantize(x, fp8.measure(x), 0.0, fp8.E5M2)
+    q, _, unit = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, fp8.E5M2)
     assert not meant(q, unit).isfinite().all(), "the guard must see it"
 
 
@@ -100,7 +101,7 @@ def test_a_norm_is_quantized_as_float64_norms_it(shape):
     x = draw(*shape, dtype=torch.bfloat16, size=5.0)
     x[0] = 0
     x[0, 3] = 7  # all in one entry, the largest that a norm can leave
-    q, qt, unit, inverse = fp8.norm_quantize(x)
+    q, qt, unit, inverse = residual_norm.norm_quantize(x)
     assert_both_ways(q, qt)
     truth = normed(x.double())
     assert relative_error(meant(q, unit), truth) < 0.035
@@ -114,26 +115,26 @@ def test_relu_squared_is_quantized_and_its_gradient_follows_from_it(shape):
     weight = draw(4 * width, width, size=width**-0.5)
     copies = copied(weight)
     u = (normed(draw(*shape, seed=1)) @ weight.T).bfloat16()
-    h, ht, unit = relu2.quantize(u, copies.longest, width)
+    h, ht, unit = relu2.quantize(u, copies.max_norms, width)
     assert_both_ways(h, ht)
     assert relative_error(meant(h, unit), F.relu(u.double()).square()) < 0.04
     down = draw(width, 4 * width, seed=2)
     g = draw(rows, width, seed=3, size=1e-6)
     dh = (g @ down).bfloat16()
-    du, dut, du_unit = relu2.backward(dh, ht, unit, fp8.measure(g), copied(down).longest)
-    turning = relu2.backward_turning(dh, h, unit, fp8.measure(g), copied(down).longest)
+    du, dut, du_unit = relu2.backward(dh, ht, unit, fp8.amax_and_row_norm(g), copied(down).max_norms)
+    turning = relu2.backward_with_transpose(dh, h, unit, fp8.amax_and_row_norm(g), copied(down).max_norms)
     for one, other in zip(turning, (du, dut, du_unit, ht), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     assert_both_ways(du, dut)
     assert relative_error(meant(du, du_unit), 2 * F.relu(u.double()) * dh.double()) < 0.09
-    assert du.float().abs().max() <= fp8.MOST[fp8.E5M2]
+    assert du.float().abs().max() <= fp8.FP8_MAX[fp8.E5M2]
 
 
 def test_an_input_that_is_a_row_of_weights_is_clipped_not_lost():
     weight = draw(64, 16)
     x = weight[weight.norm(dim=1).argmax()][None]
     u = (normed(x) @ weight.T).bfloat16()
-    h, _, unit = relu2.quantize(u, copied(weight).longest, 16)
+    h, _, unit = relu2.quantize(u, copied(weight).max_norms, 16)
     assert u.max().double().square() / 4 == pytest.approx(meant(h, unit).max().item(), rel=0.5)
     assert h.float().isfinite().all()
 
@@ -184,7 +185,7 @@ def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles,
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])
     mixed = F.linear(n, torch.cat(exact[1:]))
-    truth = (*rope_norm.reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2), n[..., :12])
+    truth = (*rope_norm_reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2), n[..., :12])
     above = [draw(*out.shape, seed=i, size=1e-7 * 30**i) for i, out in enumerate(truth)]
     for outs in (fast, truth):
         sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
@@ -205,17 +206,19 @@ def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
     qkv[3, :32] *= 1e-4  # a query that the norm blows up
     angle = torch.zeros(20, 16, device=DEVICE, dtype=torch.bfloat16)
     turned = qkv.clone()
-    inverses, steepest = rope_norm8.turn_in_place(turned, angle.cos(), angle, None, None, None, 1, 1, 1.2)
+    inverses, steepest = rope_norm.rope_norm_inplace(turned, angle.cos(), angle, None, None, None, 1, 1, 1.2)
     inverse = (qkv.float()[:, :64].view(20, 2, 32).square().mean(-1) + NORM_EPSILON).rsqrt()
     torch.testing.assert_close(inverses, inverse)
     torch.testing.assert_close(steepest.max(), inverse.max())
     gradients = [draw(20, 1, 32, seed=i, dtype=torch.bfloat16) for i in range(3)]
-    g, gt, unit = rope_norm8.backward_fp8(
+    g, gt, unit = rope_norm.backward_fp8(
         turned, inverses, angle.cos(), angle, *gradients, steepest, 1, 1, 1.2
     )
     assert_both_ways(g, gt)
-    assert g.float().abs().max() <= fp8.MOST[fp8.E5M2]
-    truth = rope_norm._backward(qkv.float(), angle.cos(), angle, *[d.float() for d in gradients], 1, 1, 1.2)
+    assert g.float().abs().max() <= fp8.FP8_MAX[fp8.E5M2]
+    truth = rope_norm.kernel.rope_norm_backward(
+        qkv.float(), angle.cos(), angle, *[d.float() for d in gradients], 1, 1, 1.2
+    )
     assert relative_error(meant(g, unit), truth) < 0.1
     assert relative_error(meant(g, unit)[:, 64:], truth[:, 64:]) < 0.08, (
         "small ones beside it keep their precision"
@@ -226,9 +229,11 @@ def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
 def test_the_gradients_of_queries_keys_and_values_are_each_looked_at_to_the_last_sampled_token(
     tokens, monkeypatch
 ):
-    monkeypatch.setattr(fp8, "SEEN_ROWS", 4)
-    monkeypatch.setattr(rope_norm8, "MEASURED", 64)  # many programs, none of them with whole tokens
-    heads, kv_heads, dim, every = 3, 1, 16, fp8.every(tokens)
+    monkeypatch.setattr(fp8.kernel, "AMAX_MIN_ROWS", 4)
+    monkeypatch.setattr(
+        rope_norm.kernel_fp8, "AMAX_NUMEL", 64
+    )  # many programs, none of them with whole tokens
+    heads, kv_heads, dim, every = 3, 1, 16, fp8.kernel.amax_stride(tokens)
     turned = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
     angle = torch.zeros(tokens, dim // 2, device=DEVICE, dtype=torch.bfloat16)
     inverses, steepest = torch.ones(tokens, heads + kv_heads, device=DEVICE), torch.ones(64, device=DEVICE)
@@ -236,10 +241,10 @@ def test_the_gradients_of_queries_keys_and_values_are_each_looked_at_to_the_last
     for which, reach in ((0, dim**0.5), (1, dim**0.5), (2, 1)):
         gradients = [draw(tokens, n, dim, seed=n, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
         gradients[which][last, -1, -1] = 1000
-        *_, unit = rope_norm8.backward_fp8(
+        *_, unit = rope_norm.backward_fp8(
             turned, inverses, angle.cos(), angle, *gradients, steepest, heads, kv_heads, 1.0
         )
-        bound = 1000 * reach * (fp8.SPARE if every > 1 else 1) / fp8.MOST[fp8.E5M2]
+        bound = 1000 * reach * (fp8.kernel.AMAX_HEADROOM if every > 1 else 1) / fp8.FP8_MAX[fp8.E5M2]
         assert unit.item() == 2 ** math.ceil(math.log2(bound))
 
 

@@ -11,7 +11,7 @@ from nanorun.config import NORM_EPSILON, scale_model
 from nanorun.model.gpt import GPT, Means
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import fp8, stream
+from nanorun.model.kernels import residual_norm
 from nanorun.model.kernels.stream import Stream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,7 +44,7 @@ CASES = [(True, False), (False, True), (True, True)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mixes, dtype):
     given, exact = drawn(shape, adds, mixes, dtype)
-    s, q, qt, unit, inverse = fp8.stream_norm_quantize(*given[:5])
+    s, q, qt, unit, inverse = residual_norm.residual_norm_quantize(*given[:5])
     rows = shape[0]
     assert s.dtype == dtype
     # Without a GPU, bf16 is cut off and not rounded.
@@ -70,7 +70,7 @@ def gradients_both_ways(given, exact, kept, dtype):
     if dfirst is not None:
         loss = loss + (n[:, :kept] * dfirst.double()).sum()
     loss.backward()
-    return stream.gradients(dn, s, inverse, ds, dfirst, *given[2:5])
+    return residual_norm.input_grads(dn, s, inverse, ds, dfirst, *given[2:5])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -121,7 +121,7 @@ class Counted(TorchDispatchMode):
     times = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.times += operator is torch.ops.nanorun.stream_norm_quantize.default
+        self.times += operator is torch.ops.nanorun.residual_norm_quantize.default
         return operator(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,6 @@
-"""Kernels written by hand in Triton, each with its plain PyTorch reference. Where there is no Triton, none is used."""
+"""Training kernels, one folder each: `kernel.py` is the fast version, `reference.py` the same function in plain
+PyTorch, which the tests compare it with. Kernels are functions of tensors. They need Triton; without it, or on
+another device than a CUDA GPU, the model does not call them."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -9,20 +11,21 @@ import torch
 from nanorun.errors import UserError
 
 F = TypeVar("F", bound=Callable[..., Any])
-WHOLE: list[Callable[..., Any]] = []
+OPAQUE_FUNCTIONS: list[Callable[..., Any]] = []
 
 
-def whole(function: F) -> F:
-    """Marks a function of tensors and constants that the tracer need not look into: it hides a gradient written by
-    hand, and following one takes as long as all the rest of a layer. compiling.py tells torch of them."""
-    WHOLE.append(function)
+def opaque_to_dynamo(function: F) -> F:
+    """Marks a function of tensors and constants that Dynamo puts into the graph without tracing it. It calls an
+    autograd.Function, and tracing one takes as long as all the rest of a layer. compiling.py registers these functions
+    with torch."""
+    OPAQUE_FUNCTIONS.append(function)
     return function
 
 
-def no_memory() -> UserError:
-    """Where kernels are tried: a full GPU does not mean that they do not work."""
+def out_of_memory_error() -> UserError:
+    """Raised by self-tests: out of memory does not mean that a kernel is unsupported."""
     return UserError(
-        "The GPU has no memory left to begin with: other programs hold it, nvidia-smi lists them."
+        "No free GPU memory for the kernel self-test: other processes use it all. nvidia-smi lists them."
     )
 
 

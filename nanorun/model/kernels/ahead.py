@@ -20,7 +20,16 @@ import torch
 
 from nanorun.config import VALUE_GATE_CHANNELS, ModelConfig
 from nanorun.hardware import usable_cores
-from nanorun.model.kernels import add_rows, flash, fp8, products, relu2, rope_norm8, softcap_loss, stream
+from nanorun.model.kernels import (
+    embedding_grad,
+    flash,
+    fp8,
+    gemm,
+    relu2,
+    residual_norm,
+    rope_norm,
+    softcap_loss,
+)
 
 CORES = 8  # with fewer, helpers would only be in the way
 PRODUCT_PARTS = 3  # the run checks its products before it has anything else to compile
@@ -122,36 +131,38 @@ def kernels_task(
     first, words = empty(tokens, VALUE_GATE_CHANNELS), empty(tokens, dtype=torch.int32)
     for outputs, inputs in ((3 * dim, dim), (hidden, dim), (dim, hidden)):
         weight = empty(outputs, inputs, dtype=torch.float32)
-        fp8.quantize(weight, fp8.measure(weight), 0.0, fp8.E4M3)
+        fp8.quantize(weight, fp8.amax_and_row_norm(weight), 0.0, fp8.E4M3)
     # the MLP
-    *_, inverse = fp8.norm_quantize(x)
+    *_, inverse = residual_norm.norm_quantize(x)
     h = empty(tokens, hidden, dtype=fp8.E4M3)
-    products.squared_factor(one, one, two, dim, one, one)
-    largest = fp8.measure(x)
+    gemm.relu2_scales(one, one, two, dim, one, one)
+    largest = fp8.amax_and_row_norm(x)
     fp8.quantize(x, largest, 0.0, fp8.E5M2)
-    relu2.backward_turning(empty(tokens, hidden), h, one, largest, two)
-    stream.backward(x, x, inverse, x, None, None, None)
+    relu2.backward_with_transpose(empty(tokens, hidden), h, one, largest, two)
+    residual_norm.backward(x, x, inverse, x, None, None, None)
     # attention
     aligned, another = two[:1], two[1:]  # a layer's λ and μ, which lie side by side with the other layers'
     for scalar in (aligned, another):
-        fp8.stream_norm_quantize(x, None, x, scalar, scalar)
+        residual_norm.residual_norm_quantize(x, None, x, scalar, scalar)
     qkv, angle = empty(tokens, (heads + 2 * kv_heads) * head_dim), empty(length, head_dim // 2)
     table, gate = empty(padded, kv_heads * head_dim, dtype=torch.float32), empty(tokens, kv_heads)
-    rope_norm8.turn_in_place(qkv, angle, angle, gate, table, words, heads, kv_heads, 1.2)
-    inverses, steepest = rope_norm8.turn_in_place(qkv, angle, angle, None, None, None, heads, kv_heads, 1.2)
+    rope_norm.rope_norm_inplace(qkv, angle, angle, gate, table, words, heads, kv_heads, 1.2)
+    inverses, steepest = rope_norm.rope_norm_inplace(
+        qkv, angle, angle, None, None, None, heads, kv_heads, 1.2
+    )
     dq, dk, dv = (empty(tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
-    add_rows.gated_backward(table, dv, gate, table, words)
-    rope_norm8.backward_fp8(qkv, inverses, angle, angle, dq, dk, dv, steepest, heads, kv_heads, 1.2)
+    embedding_grad.gated_embedding_backward(table, dv, gate, table, words)
+    rope_norm.backward_fp8(qkv, inverses, angle, angle, dq, dk, dv, steepest, heads, kv_heads, 1.2)
     for kept, scalar in itertools.product((first, None), (aligned, another)):
-        stream.backward(x, x, inverse, x, kept, x, scalar)
+        residual_norm.backward(x, x, inverse, x, kept, x, scalar)
     # the head, and the embedding
     fp8.quantize(x, None, dim**0.5, fp8.E4M3)
     both = (empty(n, m, dtype=fp8.E5M2) for n, m in ((tokens, padded), (padded, tokens)))
     losses = empty(tokens, dtype=torch.float32)
     softcap_loss.softcap_loss_fp8(empty(tokens, padded), targets, 15.0, vocab, losses, *both, 0)
-    add_rows.add_rows(empty(padded, dim, dtype=torch.float32), words, x)
+    embedding_grad.accumulate(empty(padded, dim, dtype=torch.float32), words, x)
 
 
 def products_task(part: int) -> None:
     """Every third product; one that the run comes to meanwhile it waits for."""
-    products.right(torch.device("cuda"), slice(part, None, PRODUCT_PARTS))
+    gemm.self_test(torch.device("cuda"), slice(part, None, PRODUCT_PARTS))

@@ -19,21 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorun.model.kernels import add_rows, fp8, products, relu2, rope_norm8, stream, whole
+from nanorun.model.kernels import embedding_grad, fp8, gemm, opaque_to_dynamo, relu2, residual_norm, rope_norm
 from nanorun.model.kernels.stream import Mixing, Stream
 
 
-def norm_linear(x: Tensor, copies: fp8.Copies, weights: list[Tensor], kept: int) -> tuple[Tensor, Tensor]:
+def norm_linear(x: Tensor, copies: fp8.Fp8Weight, weights: list[Tensor], kept: int) -> tuple[Tensor, Tensor]:
     """norm(x)·wᵀ for (..., D) x and the stacked weights, and norm(x)'s first channels unquantized."""
     flat = x.flatten(0, -2)
-    y, first = _norm_linear(flat, copies.rows, copies.columns, copies.unit, copies.pingpong, kept, *weights)
+    y, first = _norm_linear(flat, copies.data, copies.data_t, copies.scale, copies.pingpong, kept, *weights)
     return y.view(*x.shape[:-1], -1), first.view(*x.shape[:-1], kept)
 
 
 def norm_mlp(
     before: Stream,
-    up: fp8.Copies,
-    down: fp8.Copies,
+    up: fp8.Fp8Weight,
+    down: fp8.Fp8Weight,
     up_weight: Tensor,
     down_weight: Tensor,
     fused: bool = False,
@@ -52,25 +52,25 @@ def norm_mlp(
         *before.flat(),
         up_weight,
         down_weight,
-        up.rows,
-        up.columns,
-        up.unit,
-        up.longest,
-        down.rows,
-        down.columns,
-        down.unit,
-        down.longest,
+        up.data,
+        up.data_t,
+        up.scale,
+        up.max_norms,
+        down.data,
+        down.data_t,
+        down.scale,
+        down.max_norms,
     )
     return s.view(before.x.shape) if before.pending() else before.x, y.view(before.x.shape)
 
 
-@whole
+@opaque_to_dynamo
 def _norm_linear(*arguments: Any) -> tuple[Tensor, Tensor]:
     result: tuple[Tensor, Tensor] = _NormLinear.apply(*arguments)
     return result
 
 
-@whole
+@opaque_to_dynamo
 def _norm_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
     result: tuple[Tensor, Tensor] = _NormMLP.apply(*arguments)
     return result
@@ -88,18 +88,18 @@ class _NormLinear(torch.autograd.Function):
         kept: int,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        n, nt, n_unit, inverse = fp8.norm_quantize(x)
+        n, nt, n_unit, inverse = residual_norm.norm_quantize(x)
         ctx.save_for_backward(x, inverse, nt, n_unit, columns, unit)
         ctx.outputs, ctx.pingpong = [weight.shape[0] for weight in weights], pingpong
-        y = products.product8(n, rows, n_unit, unit, x.dtype, pingpong)
+        y = gemm.gemm_fp8(n, rows, n_unit, unit, x.dtype, pingpong)
         return y, first_channels(x, inverse, kept)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, nt, n_unit, columns, unit = ctx.saved_tensors
         dy = dy.contiguous()
-        g, gt, g_unit = fp8.quantize(dy, fp8.measure(dy), 0.0, fp8.E5M2)
-        dn, dweight = products.gradients8(
+        g, gt, g_unit = fp8.quantize(dy, fp8.amax_and_row_norm(dy), 0.0, fp8.E5M2)
+        dn, dweight = gemm.gemm_fp8_grads(
             g, columns, g_unit, unit, x.dtype, ctx.pingpong, [gt], [nt], [g_unit], [n_unit]
         )
         return norm_backward(dn.float(), x, inverse, dfirst), *[None] * 5, *dweight.split(ctx.outputs)
@@ -135,19 +135,19 @@ class _NormMLP(torch.autograd.Function):
         s, n, nt, n_unit, inverse = settle_and_norm(ctx, x, y, start, scale, share, done)
         ctx.fused, ctx.pingpong = fused, pingpong
         if fused:
-            h, h_unit = products.up_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
+            h, h_unit = gemm.gemm_fp8_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
             kept = h
         else:
-            u = products.product8(n, up, n_unit, up_unit, x.dtype, pingpong)
+            u = gemm.gemm_fp8(n, up, n_unit, up_unit, x.dtype, pingpong)
             h, kept, h_unit = relu2.quantize(u, up_longest, x.shape[1])
         ctx.save_for_backward(
             *(s, inverse, start, scale, share),
             *(nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
         )
         if adds:
-            y = products.land(h, down, h_unit, down_unit, s, next_start, next_scale, next_share)
+            y = gemm.gemm_fp8_residual(h, down, h_unit, down_unit, s, next_start, next_scale, next_share)
         else:
-            y = products.product8(h, down, h_unit, down_unit, x.dtype, pingpong)
+            y = gemm.gemm_fp8(h, down, h_unit, down_unit, x.dtype, pingpong)
         return handed_on(ctx, s), y
 
     @staticmethod
@@ -155,16 +155,16 @@ class _NormMLP(torch.autograd.Function):
         s, inverse, start, scale, share, *rest = ctx.saved_tensors
         nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = rest
         dy = dy.contiguous()
-        largest = fp8.measure(dy)
+        largest = fp8.amax_and_row_norm(dy)
         g, gt, g_unit = fp8.quantize(dy, largest, 0.0, fp8.E5M2)
-        dh = products.product8(g, down_columns, g_unit, down_unit, s.dtype, ctx.pingpong)
+        dh = gemm.gemm_fp8(g, down_columns, g_unit, down_unit, s.dtype, ctx.pingpong)
         if ctx.fused:
-            du, dut, du_unit, ht = relu2.backward_turning(dh, kept, h_unit, largest, down_longest)
+            du, dut, du_unit, ht = relu2.backward_with_transpose(dh, kept, h_unit, largest, down_longest)
         else:
             ht = kept
             du, dut, du_unit = relu2.backward(dh, ht, h_unit, largest, down_longest)
         pairs = [gt, dut], [ht, nt], [g_unit, du_unit], [h_unit, n_unit]
-        dn, ddown, dup = products.gradients8(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong, *pairs)
+        dn, ddown, dup = gemm.gemm_fp8_grads(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong, *pairs)
         before = settle_backward(ctx, dn, s, inverse, ds, None, start, scale, share)
         return *[None] * 6, *before, dup, ddown, *[None] * 8
 
@@ -180,7 +180,7 @@ class Gated(NamedTuple):
 
 def norm_heads(
     before: Stream,
-    copies: fp8.Copies,
+    copies: fp8.Fp8Weight,
     weights: list[Tensor],
     kept: int,
     cos: Tensor,
@@ -191,8 +191,8 @@ def norm_heads(
     gated: Gated | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The stream of (B, T, D), settled; `norm_linear` of it and then `rope_norm.rope_norm`: q, k, v, and the first
-    channels of its norm. With `gated`, v is what `add_rows.add_gated` makes of it."""
-    arguments = (*before.flat(), copies.rows, copies.columns, copies.unit, cos, sin)
+    channels of its norm. With `gated`, v is what `embedding_grad.add_gated_embedding` makes of it."""
+    arguments = (*before.flat(), copies.data, copies.data_t, copies.scale, cos, sin)
     weight, table, sums, words = gated or (None, None, None, None)
     values = (weight, table, sums, None if words is None else words.flatten())
     s, q, k, v, first = _norm_heads(
@@ -204,7 +204,7 @@ def norm_heads(
     return x, q, k, v, first.view(batch, time, kept)
 
 
-@whole
+@opaque_to_dynamo
 def _norm_heads(*arguments: Any) -> tuple[Tensor, ...]:
     result: tuple[Tensor, ...] = _NormHeads.apply(*arguments)
     return result
@@ -240,7 +240,7 @@ class _NormHeads(torch.autograd.Function):
         first, gate = first_channels(s, inverse, kept), None
         if gate_weight is not None:
             gate = 3 * torch.sigmoid(F.linear(first, gate_weight.to(first.dtype)))
-        qkv, inverses, steepest = rope_norm8.turned_heads(
+        qkv, inverses, steepest = rope_norm.gemm_rope_norm(
             n, rows, n_unit, unit, x.dtype, pingpong, cos, sin, gate, table, words, heads, kv_heads, gain
         )
         ctx.save_for_backward(
@@ -263,16 +263,16 @@ class _NormHeads(torch.autograd.Function):
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         dgate_weight: Tensor | None = None
         if gate is not None:
-            dgate = add_rows.gated_backward(sums, gradients[2], gate, table, words)
+            dgate = embedding_grad.gated_embedding_backward(sums, gradients[2], gate, table, words)
             wide = gate.float()
             inner = (dgate.float() * wide * (1 - wide / 3)).to(s.dtype)  # through the sigmoid
             kept = gate_weight.shape[1]
             dgate_weight = (inner.t() @ first_channels(s, inverse, kept)).float()
             dfirst = dfirst + inner @ gate_weight.to(s.dtype)
-        g, gt, g_unit = rope_norm8.backward_fp8(
+        g, gt, g_unit = rope_norm.backward_fp8(
             qkv, inverses, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
         )
-        dn, dweight = products.gradients8(
+        dn, dweight = gemm.gemm_fp8_grads(
             g, columns, g_unit, unit, s.dtype, ctx.pingpong, [gt], [nt], [g_unit], [n_unit]
         )
         before = settle_backward(ctx, dn, s, inverse, ds, dfirst, start, scale, share)
@@ -292,10 +292,10 @@ def settle_and_norm(
     ctx.adds, ctx.pending = y is not None, y is not None or start is not None
     if done:
         assert y is not None
-        return y, *fp8.norm_quantize(y)
+        return y, *residual_norm.norm_quantize(y)
     if ctx.pending:
-        return fp8.stream_norm_quantize(x, y, start, scale, share)
-    return x, *fp8.norm_quantize(x)
+        return residual_norm.residual_norm_quantize(x, y, start, scale, share)
+    return x, *residual_norm.norm_quantize(x)
 
 
 def handed_on(ctx: Any, s: Tensor) -> Tensor:
@@ -304,11 +304,11 @@ def handed_on(ctx: Any, s: Tensor) -> Tensor:
 
 
 def settle_backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of what `settle_and_norm` took, from what `stream.gradients` takes."""
+    """Gradients of what `settle_and_norm` took, from what `residual_norm.input_grads` takes."""
     if not ctx.pending:
         dn, s, inverse, _, dfirst, *_ = given
         return norm_backward(dn.float(), s, inverse, dfirst), *[None] * 5
-    dx, *others = stream.gradients(*given)
+    dx, *others = residual_norm.input_grads(*given)
     return dx, dx if ctx.adds else None, *others, None
 
 
