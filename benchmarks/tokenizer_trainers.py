@@ -29,7 +29,7 @@ from nanorun.text.tokenizer import (  # noqa: E402
     PATTERN,
     SPECIAL_TOKENS,
     Tokenizer,
-    after_ranks,
+    special_ids_from,
     train_tokenizer,
 )
 
@@ -63,7 +63,7 @@ def train_with_tokenizers(texts: list[str], vocab_size: int) -> Trained:
     seconds = time.perf_counter() - start
     byte_of = {char: byte for byte, char in byte_level_alphabet().items()}
     ranks = {bytes(byte_of[char] for char in token): rank for token, rank in hub.get_vocab().items()}
-    return Tokenizer("tokenizers", PATTERN, ranks, after_ranks(len(ranks))), seconds
+    return Tokenizer("tokenizers", PATTERN, ranks, special_ids_from(len(ranks))), seconds
 
 
 def without_possessives(pattern: str) -> str:

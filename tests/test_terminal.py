@@ -150,7 +150,7 @@ def test_what_the_tool_says_depends_on_what_is_allowed(trained):
 
 MISTAKES = [
     (["-p", "hi", "--model", "nobody"], "", "There is no run 'nobody'"),
-    (["-p", "x" * CONTEXT], "", "and 2047 fit: shorten it"),
+    (["-p", "x" * CONTEXT], "", "(at most 2047). Shorten it"),
     (["-p", "x" * CONTEXT, "--model", "writer"], "", "the model's context is 2,048"),
     (["-p", " "], "", "There is no question"),
     ([], "\n", "Nothing came in on stdin"),

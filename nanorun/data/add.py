@@ -1,9 +1,9 @@
-"""`data add`: a person's own files become a dataset, whole or not at all.
+"""`data add`: make a dataset from a user's files. It appears complete or not at all.
 
-Which documents are validation: those of `--val FILE`, or else one in a hundred, spread evenly over the
-input so that a corpus sorted by topic is still judged fairly. They are kept in hand until the end, at most
-one shard of them: when that is full, every second one goes back to training and only half as many are held
-out from then on. Either way they are the last shard. The rest is training; the loader shuffles.
+Validation documents are those of `--val FILE`, or else one in a hundred, spread evenly over the input so that a corpus
+sorted by topic is still validated fairly. They are held in memory until the end, at most one shard of them: when it is
+full, every second one goes back to training and only half as many are held out from then on. They form the last
+shard. The rest is training data, which the loader shuffles.
 """
 
 import unicodedata
@@ -46,7 +46,7 @@ def add_files(
     held_out = {path.resolve() for path in val_files}
     files = [path for path in files if path.resolve() not in held_out]
     if not files:
-        raise UserError(f"Nothing is left to train on: {val} is the only file named.")
+        raise UserError(f"There is nothing to train on: {val} is the only file named.")
     name = home.check_name(name or default_name(paths), "dataset")
 
     total = sum(path.stat().st_size for path in [*files, *val_files])
@@ -72,7 +72,7 @@ def add_files(
 def write_dataset(
     name: str, train: Iterator[str], val: Iterator[str], source: str, *, replace: bool = False
 ) -> Dataset:
-    """A dataset from documents that a program makes (the sample world)."""
+    """A dataset from generated documents (the sample world)."""
     with home.new_folder(home.data_dir() / home.check_name(name, "dataset"), replace=replace) as folder:
         shards = _write(folder, train)
         shards += _write(folder, val, "val", len(shards))
@@ -90,9 +90,9 @@ def _documents(
             found = True
             yield document
         if not found and path.resolve() in named:
-            raise UserError(f"{path} holds no text: leave it out.")
+            raise UserError(f"{path} holds no text: remove it from the command.")
         if not found:
-            bar.note(f"{path} holds no text and was left out")
+            bar.note(f"{path} holds no text and was skipped")
 
 
 def _write(folder: Path, documents: Iterator[str], split: Split = "train", first: int = 0) -> list[Shard]:
@@ -106,10 +106,10 @@ def _write(folder: Path, documents: Iterator[str], split: Split = "train", first
 
 
 def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
-    """Training shards, then the held-out documents as the last one."""
+    """Writes training shards, then the held-out documents as the last shard."""
     train = ParquetWriter(folder, "train")
     held, held_bytes, every = [], 0, VAL_EVERY
-    last: str | None = None  # one document stays in hand, to be validation if no other is
+    last: str | None = None  # kept back, to be the validation document if there is no other
 
     def add(document: str) -> None:
         train.add(document, len(document.encode()))
@@ -137,7 +137,7 @@ def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
                 add(head)
             held.append(last)
         if not train.documents and not held:
-            raise UserError("There is no text in what was named: add some.")
+            raise UserError("The files hold no text: add some.")
         shards = train.finish()
     finally:
         train.close()
@@ -145,12 +145,12 @@ def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
 
 
 def _cut_in_two(text: str) -> tuple[str, str]:
-    """A single document is trained on up to about nine tenths; the rest is validation."""
+    """Splits a single document: about nine tenths for training, the rest for validation."""
     near = len(text) * 9 // 10
     for mark in ("\n\n", "\n", " ", ""):
         at = text.rfind(mark, near // 2, near) if mark else near
         if at > 0 and text[:at].strip() and text[at:].strip():
             return text[: at + len(mark)], text[at + len(mark) :]
     raise UserError(
-        "One document of a few characters is too little to train on and to validate with: add more text."
+        "One document of a few characters is too little for training and validation: add more text."
     )

@@ -1,9 +1,9 @@
-"""Tokens on disk: `.bin` shards in the format of llm.c and of the NanoGPT speedrun.
+"""Token shards: `.bin` files in the format of llm.c and of the NanoGPT speedrun.
 
     256 little-endian int32: 20240520, 1, the number of tokens, zeros
-    the tokens, uint16, each document behind its delimiter (our BOS, GPT-2's <|endoftext|>)
+    the tokens, uint16, each document after its delimiter (our BOS, GPT-2's <|endoftext|>)
 
-They are read through a memory map, so a corpus larger than memory costs no more than what is touched.
+They are memory-mapped, so a corpus can be larger than memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nanorun import home
 from nanorun.console import Progress
-from nanorun.data.dataset import Dataset, Shard, Split, read_row_group
+from nanorun.data.dataset import Dataset, Shard, ShardWriter, Split, read_row_group
 from nanorun.errors import UserError
 from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
@@ -41,34 +41,33 @@ def check_bin(path: Path) -> int:
 
 
 def read_bin(path: Path) -> NDArray[np.uint16]:
-    """The tokens of a shard as a read-only memory map; a file that is not one is refused."""
+    """The tokens of a shard as a read-only memory map. UserError for a file that is not a token shard."""
     try:
         count = check_bin(path)
     except ValueError as error:
-        raise UserError(f"{path} cannot be read, {error}: get or make it again.") from error
+        raise UserError(f"{path} cannot be read, {error}: download or make it again.") from error
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
-class BinWriter:
-    """Writes documents into shards `shard-00000.bin`, ...; a document never straddles two shards."""
+class BinWriter(ShardWriter):
+    """A document never spans two shards."""
+
+    suffix, counted = "bin", "tokens"
 
     def __init__(
         self, folder: Path, split: Split, bos: int, first: int = 0, shard_tokens: int = SHARD_TOKENS
     ) -> None:
+        super().__init__(folder, split, first)
         if not 0 <= bos < 1 << 16:
             raise UserError(
-                f"Token shards hold 16-bit tokens and the delimiter {bos} is larger: use a smaller vocabulary."
+                f"The delimiter {bos} does not fit the 16-bit tokens of a token shard: use a smaller vocabulary."
             )
-        self.folder, self.split, self.bos, self.next_index = folder, split, bos, first
-        self.shard_tokens = shard_tokens
-        self.shards: list[Shard] = []
-        self._file: Any = None
-        self._documents = self._tokens = self._text_bytes = 0
+        self.bos, self.shard_tokens = bos, shard_tokens
 
     def add(self, tokens: NDArray[Any], offsets: NDArray[np.int64], text_bytes: Sequence[int]) -> None:
-        """Documents as one flat array without delimiters and the offsets at which each begins and ends."""
+        """Adds documents: a flat array without delimiters, and the offsets at which each begins and ends."""
         for i, (begin, end) in enumerate(pairwise(offsets.tolist())):
-            if self._file is not None and self._tokens + 1 + end - begin > self.shard_tokens:
+            if self._file is not None and self._count + 1 + end - begin > self.shard_tokens:
                 self._finish_shard()
             if self._file is None:
                 self._file = open(self._path(), "wb")  # noqa: SIM115 (closed by _finish_shard or close)
@@ -76,34 +75,15 @@ class BinWriter:
             self._file.write(np.uint16(self.bos).tobytes())
             self._file.write(tokens[begin:end].astype("<u2", copy=False).tobytes())
             self._documents += 1
-            self._tokens += 1 + int(end - begin)
+            self._count += 1 + int(end - begin)
             self._text_bytes += text_bytes[i]
-
-    def finish(self) -> list[Shard]:
-        if self._file is not None:
-            self._finish_shard()
-        return self.shards
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _path(self) -> Path:
-        return self.folder / f"shard-{self.next_index:05d}.bin"
 
     def _finish_shard(self) -> None:
         header = np.zeros(256, dtype="<i4")
-        header[:3] = MAGIC, VERSION, self._tokens
+        header[:3] = MAGIC, VERSION, self._count
         self._file.seek(0)
         self._file.write(header.tobytes())
-        self.close()
-        counts = {"tokens": self._tokens}
-        self.shards.append(
-            Shard.describe(self._path(), self.split, self._documents, self._text_bytes, **counts)
-        )
-        self.next_index += 1
-        self._documents = self._tokens = self._text_bytes = 0
+        super()._finish_shard()
 
 
 def tokenize_dataset(
@@ -114,13 +94,13 @@ def tokenize_dataset(
     threads: int = 0,
     replace: bool = False,
 ) -> Dataset:
-    """The same documents as token shards, in the same order and splits: tokenize once, train often."""
+    """Writes the documents of a dataset as token shards, in the same order and splits."""
     if dataset.kind != "parquet":
-        raise UserError(f"'{dataset.name}' holds tokens already: name a dataset of text.")
+        raise UserError(f"'{dataset.name}' already holds tokens: name a dataset of text.")
     if tokenizer.vocab_size > 1 << 16:
         raise UserError(
-            f"'{tokenizer.name}' has {tokenizer.vocab_size:,} tokens and token shards hold 16-bit ones: "
-            "use a vocabulary of at most 65,536."
+            f"The vocabulary of '{tokenizer.name}' is too large for 16-bit token shards: {tokenizer.vocab_size:,} "
+            "tokens (at most 65,536)."
         )
     name = home.check_name(name or f"{dataset.name}-{tokenizer.name}"[:64], "dataset")
     threads = threads or usable_cores()

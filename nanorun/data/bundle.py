@@ -1,10 +1,10 @@
-"""A benchmark's bundle of files: a folder, a .zip or a .tar (plain, .gz, .bz2, .xz), read as it is.
+"""The bundle of CORE's tasks: a folder, a .zip or a .tar (plain, .gz, .bz2, .xz), read without unpacking.
 
-The public CORE bundle is a zip of `eval_bundle/`, with `core.yaml`, `eval_meta_data.csv` and `eval_data/`.
-`data get core` stores that zip unchanged as data/core/eval_bundle.zip. Archives are read in memory and never
-unpacked, so no name inside one can lead anywhere on this disk; a name in the yaml that would lead out of a
-folder is refused. A zip's files are read one by one when they are wanted; a tar has no index, so the files
-that count are read at once. How much may be read is limited, whatever an archive says of itself.
+The public CORE bundle is a zip of `eval_bundle/`, with `core.yaml`, `eval_meta_data.csv` and `eval_data/`. `data get
+core` stores that zip unchanged as data/core/eval_bundle.zip. Archives are read in memory and never unpacked, so no
+name inside one can lead to a path on this disk; a name in the yaml that leads out of a folder is rejected. Files of a
+zip are read one by one on demand; a tar has no index, so all relevant files are read at once. The total size is
+limited, whatever an archive claims.
 """
 
 import lzma
@@ -25,13 +25,13 @@ CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 MARKER = "core.yaml"  # the file at the root of a bundle
 _STORED_AS = "eval_bundle.zip"
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz")
-_WANTED = (".yaml", ".csv", ".jsonl")
-_MOST_MEMBERS = 20_000
-_MOST_BYTES_OF_ONE = 256 * 2**20
-_MOST_BYTES = 2**30
-_BROKEN = (
+_RELEVANT_SUFFIXES = (".yaml", ".csv", ".jsonl")
+_MAX_MEMBERS = 20_000
+_MAX_MEMBER_BYTES = 256 * 2**20
+_MAX_BYTES = 2**30
+_READ_ERRORS = (
     *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError),
-    *(RuntimeError, NotImplementedError),  # what zipfile says of passwords and of methods it does not know
+    *(RuntimeError, NotImplementedError),  # zipfile, for passwords and unknown compression methods
 )
 
 
@@ -43,11 +43,13 @@ class Bundle:
 
     def read(self, name: str) -> bytes:
         if name not in self.names:
-            raise UserError(f"{self.where} has no {name[:200]!r}: get the bundle anew, or name a whole one.")
+            raise UserError(
+                f"{self.where} has no {name[:200]!r}: download the bundle again, or name a complete one."
+            )
         try:
             return self._read(name)
-        except _BROKEN as error:
-            raise UserError(f"{self.where} is damaged at {name!r} ({error}): get it anew.") from error
+        except _READ_ERRORS as error:
+            raise UserError(f"{self.where} is damaged at {name!r} ({error}): download it again.") from error
 
 
 def core_folder() -> Path:
@@ -69,7 +71,7 @@ def get_core(*, replace: bool = False) -> Bundle:
 
 
 def open_bundle(path: Path | None = None) -> Bundle:
-    """The bundle at `path`, a folder or an archive; without one, what `data get core` stored."""
+    """The bundle at `path`, a folder or an archive; by default what `data get core` stored."""
     if path is None:
         path = core_folder()
         if not path.exists():
@@ -87,15 +89,15 @@ def open_bundle(path: Path | None = None) -> Bundle:
             return _open_zip(archive)
         if tarfile.is_tarfile(archive):
             return _open_tar(archive)
-    except _BROKEN as error:
-        raise UserError(f"{archive} cannot be read ({error}): it is damaged, get it anew.") from error
-    raise UserError(f"{archive} is neither a folder, a .zip nor a .tar (.gz, .bz2, .xz): name the bundle.")
+    except _READ_ERRORS as error:
+        raise UserError(f"{archive} is damaged ({error}): download it again.") from error
+    raise UserError(f"{archive} is neither a folder, a .zip nor a .tar (.gz, .bz2, .xz): name a bundle.")
 
 
 def _hint() -> str:
     near = Path("..") / "shared" / "data" / "core.tar.xz"
     other = f"--bundle {near}" if near.is_file() else "--bundle PATH (a folder, .zip or .tar.xz)"
-    return f"nanorun data get core fetches it, or name one with {other}."
+    return f"nanorun data get core downloads it, or name one with {other}."
 
 
 def _archive_in(folder: Path) -> Path | None:
@@ -119,7 +121,7 @@ def _check_archive(path: Path) -> None:
         raise ValueError(str(error).rstrip(".")) from error
 
 
-# The three kinds
+# The three formats
 
 
 def _open_folder(folder: Path) -> Bundle:
@@ -129,28 +131,30 @@ def _open_folder(folder: Path) -> Bundle:
         path = folder / name
         if not path.resolve().is_relative_to(root):
             raise UserError(f"{path} leads out of {folder} through a link: remove the link.")
-        if path.stat().st_size > _MOST_BYTES_OF_ONE:
-            raise UserError(f"{path} has {path.stat().st_size} bytes: no file of a bundle is that large.")
+        if path.stat().st_size > _MAX_MEMBER_BYTES:
+            raise UserError(
+                f"{path} has {path.stat().st_size} bytes (at most {_MAX_MEMBER_BYTES:,}): it is not a CORE bundle."
+            )
         return path.read_bytes()
 
-    found = (path for path in folder.rglob("*") if path.suffix in _WANTED and path.is_file())
+    found = (path for path in folder.rglob("*") if path.suffix in _RELEVANT_SUFFIXES and path.is_file())
     return Bundle(folder, frozenset(path.relative_to(folder).as_posix() for path in found), read)
 
 
 def _open_zip(path: Path) -> Bundle:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
-        _check_amount(
-            path, len(members), sum(member.file_size for member in members if _counts(member.filename))
+        _check_total(
+            path, len(members), sum(member.file_size for member in members if _is_relevant(member.filename))
         )
-        sizes = {member.filename: member.file_size for member in members if _counts(member.filename)}
+        sizes = {member.filename: member.file_size for member in members if _is_relevant(member.filename)}
     root = _root(path, sizes)
 
     def read(name: str) -> bytes:
-        _check_one(path, name, sizes[root + name])
+        _check_member(path, name, sizes[root + name])
         with zipfile.ZipFile(path) as archive, archive.open(root + name) as file:
-            content = file.read(_MOST_BYTES_OF_ONE + 1)
-            _check_one(path, name, len(content))
+            content = file.read(_MAX_MEMBER_BYTES + 1)
+            _check_member(path, name, len(content))
             return content
 
     return Bundle(path, _below(root, sizes), read)
@@ -160,21 +164,21 @@ def _open_tar(path: Path) -> Bundle:
     contents: dict[str, bytes] = {}
     with tarfile.open(path) as archive:
         for count, member in enumerate(archive, 1):
-            _check_amount(path, count, member.offset_data + member.size)  # what has been decompressed by then
-            if member.isfile() and _counts(member.name):
-                _check_one(path, member.name, member.size)
+            _check_total(path, count, member.offset_data + member.size)  # bytes decompressed so far
+            if member.isfile() and _is_relevant(member.name):
+                _check_member(path, member.name, member.size)
                 file = archive.extractfile(member)
                 contents[member.name.removeprefix("./")] = file.read() if file is not None else b""
     root = _root(path, contents)
     return Bundle(path, _below(root, contents), lambda name: contents[root + name])
 
 
-def _counts(name: str) -> bool:
-    return name.endswith(_WANTED) and not name.startswith("__MACOSX/")
+def _is_relevant(name: str) -> bool:
+    return name.endswith(_RELEVANT_SUFFIXES) and not name.startswith("__MACOSX/")
 
 
 def _root(path: Path, names: dict[str, int] | dict[str, bytes]) -> str:
-    """The folder inside the archive that holds core.yaml, with its '/'."""
+    """The folder inside the archive that holds core.yaml, with a trailing '/'."""
     roots = [name.removesuffix(MARKER) for name in names if name.split("/")[-1] == MARKER]
     if not roots:
         raise UserError(f"{path} has no {MARKER} inside: name a CORE bundle, or {_hint()}")
@@ -185,13 +189,15 @@ def _below(root: str, names: dict[str, int] | dict[str, bytes]) -> frozenset[str
     return frozenset(name.removeprefix(root) for name in names if name.startswith(root))
 
 
-def _check_amount(path: Path, members: int, size: int) -> None:
-    if members > _MOST_MEMBERS or size > _MOST_BYTES:
+def _check_total(path: Path, members: int, size: int) -> None:
+    if members > _MAX_MEMBERS or size > _MAX_BYTES:
         raise UserError(
-            f"{path} unpacks to more than {_MOST_MEMBERS:,} files or {_MOST_BYTES >> 20:,} MiB: it is no CORE bundle."
+            f"{path} unpacks to more than {_MAX_MEMBERS:,} files or {_MAX_BYTES >> 20:,} MiB: it is not a CORE bundle."
         )
 
 
-def _check_one(path: Path, name: str, size: int) -> None:
-    if size > _MOST_BYTES_OF_ONE:
-        raise UserError(f"{name} in {path} has {size} bytes: no file of a bundle is that large.")
+def _check_member(path: Path, name: str, size: int) -> None:
+    if size > _MAX_MEMBER_BYTES:
+        raise UserError(
+            f"{name} in {path} has {size} bytes (at most {_MAX_MEMBER_BYTES:,}): it is not a CORE bundle."
+        )

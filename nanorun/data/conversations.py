@@ -1,14 +1,14 @@
 """Conversations as tokens: all of them, rendered once before training begins.
 
-Then everything about an epoch is known from the start: how many rows it packs into, how many tokens are
-trained, and a fingerprint of every token, by which a run that goes on can tell that its data is the same.
+So the number of rows and trained tokens of an epoch is known from the start, and so is a fingerprint of every token,
+by which a resumed run can tell that its data is unchanged.
 """
 
 import hashlib
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -22,10 +22,10 @@ from nanorun.hardware import usable_cores
 from nanorun.text.chat import ConversationCut, render
 from nanorun.text.tokenizer import Tokenizer
 
-_CHUNK = 512  # conversations that a thread renders at a time
+_CHUNK = 512  # conversations rendered per task
 
 
-class Numbered(Protocol):
+class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
@@ -33,13 +33,13 @@ class Numbered(Protocol):
 
 @dataclass(frozen=True)
 class Conversations:
-    """Flat arrays; conversation i is `tokens[offsets[i]:offsets[i + 1]]`, empty where none of it fits."""
+    """Flat arrays. Conversation i is `tokens[offsets[i]:offsets[i + 1]]`, empty if nothing of it fits."""
 
     tokens: NDArray[np.int32]
-    mask: NDArray[np.bool_]
+    mask: NDArray[np.bool_]  # loss mask
     offsets: NDArray[np.int64]
     cut: int  # conversations that lost messages at their end
-    left_out: int  # conversations of which nothing fits
+    left_out: int  # conversations that were dropped whole
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -63,55 +63,42 @@ class Conversations:
         return ConversationSource(self, bos, self.fingerprint)  # type: ignore[arg-type]
 
 
-@dataclass
-class _Part:
-    ids: Any = field(default_factory=list)
-    mask: Any = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    cut: int = 0
-    left_out: int = 0
+def render_all(examples: Examples, tokenizer: Tokenizer, context: int) -> Conversations:
+    """Renders every conversation so that it fits a row of `context` tokens to predict. Keeps the order."""
 
-    def packed(self) -> "_Part":
-        """Arrays in place of lists, which take eight times the memory."""
-        self.ids, self.mask = np.array(self.ids, np.int32), np.array(self.mask, np.bool_)
-        return self
+    def render_chunk(start: int) -> tuple[NDArray[np.int32], NDArray[np.bool_], list[int], int, int]:
+        rendered = [
+            render(examples[i], tokenizer, context + 1)
+            for i in range(start, min(start + _CHUNK, len(examples)))
+        ]
+        return (  # arrays, because lists take eight times the memory
+            np.array([token for one in rendered for token in one.ids], np.int32),
+            np.array([trained for one in rendered for trained in one.mask], np.bool_),
+            [len(one.ids) for one in rendered],
+            sum(bool(one.dropped and one.ids) for one in rendered),
+            sum(not one.ids for one in rendered),
+        )
 
-
-def render_all(examples: Numbered, tokenizer: Tokenizer, context: int) -> Conversations:
-    """Every conversation, so that it fits a row of `context` tokens to predict. The order is kept."""
-
-    def chunk(start: int) -> _Part:
-        part = _Part()
-        for i in range(start, min(start + _CHUNK, len(examples))):
-            rendered = render(examples[i], tokenizer, context + 1)
-            part.ids += rendered.ids
-            part.mask += rendered.mask
-            part.lengths.append(len(rendered.ids))
-            part.cut += bool(rendered.dropped and rendered.ids)
-            part.left_out += not rendered.ids
-        return part
-
-    parts: list[_Part] = []
+    chunks = []
     with (
         warnings.catch_warnings(),
         Progress("rendering conversations", len(examples), "doc") as bar,
         ThreadPoolExecutor(min(usable_cores(), 16)) as pool,
     ):
         warnings.simplefilter("ignore", ConversationCut)  # they are counted
-        for part in pool.map(chunk, range(0, len(examples), _CHUNK)):
-            parts.append(part.packed())
-            bar.advance(len(part.lengths))
-    lengths = [length for part in parts for length in part.lengths]
-    made = Conversations(
-        np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]),
-        np.concatenate([np.zeros(0, np.bool_), *(part.mask for part in parts)]),
-        np.cumsum([0, *lengths], dtype=np.int64),
-        sum(part.cut for part in parts),
-        sum(part.left_out for part in parts),
+        for chunk in pool.map(render_chunk, range(0, len(examples), _CHUNK)):
+            chunks.append(chunk)
+            bar.advance(len(chunk[2]))
+    conversations = Conversations(
+        np.concatenate([np.zeros(0, np.int32), *(chunk[0] for chunk in chunks)]),
+        np.concatenate([np.zeros(0, np.bool_), *(chunk[1] for chunk in chunks)]),
+        np.cumsum([0, *(length for chunk in chunks for length in chunk[2])], dtype=np.int64),
+        sum(chunk[3] for chunk in chunks),
+        sum(chunk[4] for chunk in chunks),
     )
-    if not made.trained_tokens:
+    if not conversations.trained_tokens:
         raise UserError(
             f"None of the {len(examples):,} conversations has an answer that fits in {context} tokens: use a larger "
             "--context or other conversations."
         )
-    return made
+    return conversations

@@ -1,9 +1,9 @@
-"""A dataset: a folder `data/NAME/` of shards and a `dataset.json` that says what they are.
+"""A dataset: a folder `data/NAME/` of shards and a manifest, `dataset.json`, that describes them.
 
-Text is kept as parquet (column `text`, row groups of about a thousand documents), tokens as `.bin`
-(`bins.py`). Validation is the last shard. The manifest records for every shard its split, documents,
-bytes of text, tokens, and the SHA-256 of the file, so that a damaged or exchanged shard is noticed and a
-training run knows whether it goes on over the very data it began with.
+Text is stored as parquet (column `text`, row groups of about a thousand documents), tokens as `.bin` (`bins.py`).
+Validation is the last shard. The manifest records the split, documents, bytes of text, tokens and SHA-256 of every
+shard, so that a damaged or replaced shard is noticed and a resumed training run can tell whether its data is
+unchanged.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class Shard:
     file: str
     split: Split
     documents: int
-    text_bytes: int | None  # None for tokens whose text we never saw
+    text_bytes: int | None  # None for tokens without their text
     file_bytes: int
     sha256: str
     row_groups: int = 0  # parquet
@@ -38,7 +38,7 @@ class Shard:
 
     @staticmethod
     def describe(path: Path, split: Split, documents: int, text_bytes: int | None, **counts: int) -> "Shard":
-        """A shard as it lies on the disk now."""
+        """The record of a shard file on disk."""
         size, digest = path.stat().st_size, file_sha256(path)
         return Shard(path.name, split, documents, text_bytes, size, digest, **counts)
 
@@ -50,7 +50,7 @@ class Dataset:
     kind: Literal["parquet", "bin"]
     shards: tuple[Shard, ...]
     source: str = ""
-    tokenizer: dict[str, Any] | None = None  # bin: name, fingerprint, bos and vocab_size of what made it
+    tokenizer: dict[str, Any] | None = None  # bin: its name, fingerprint, bos and vocab_size
     created: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
 
     def files(self, split: Split) -> list[Path]:
@@ -66,14 +66,14 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """What the order of documents depends on: the shards' contents and splits, not names or dates."""
+        """Hash of what the order of documents depends on: contents and splits of shards, not names or dates."""
         digest = hashlib.sha256()
         for shard in self.shards:
             digest.update(f"{shard.split} {shard.sha256}\n".encode())
         return digest.hexdigest()
 
     def save(self, folder: Path | None = None) -> None:
-        """Writes the manifest, last of all files, so that a folder with one is complete."""
+        """Writes the manifest. It is written last, so a folder that has one is complete."""
         record = {"format": "nanorun-dataset", "version": 1, **asdict(self)}
         del record["folder"]
         path = (folder or self.folder) / MANIFEST
@@ -82,19 +82,19 @@ class Dataset:
         temporary.replace(path)
 
     def check_files(self) -> None:
-        """Every shard is there with the right length (the quick look before each use)."""
+        """Checks that every shard exists with the right size (the quick check before each use)."""
         for shard in self.shards:
             path = self.folder / shard.file
             if not path.is_file():
                 raise UserError(f"{path} is missing: add or get the dataset '{self.name}' again.")
             if path.stat().st_size != shard.file_bytes:
                 raise UserError(
-                    f"{path} has {path.stat().st_size:,} bytes and should have {shard.file_bytes:,}: "
+                    f"{path} has {path.stat().st_size:,} bytes, expected {shard.file_bytes:,}: "
                     f"add or get the dataset '{self.name}' again."
                 )
 
     def verify(self) -> Iterator[tuple[Shard, bool]]:
-        """Reads every shard and compares its checksum (the thorough look of `data ls --verify`)."""
+        """Reads every shard and compares its checksum (`data ls --verify`)."""
         for shard in self.shards:
             path = self.folder / shard.file
             yield shard, path.is_file() and file_sha256(path) == shard.sha256
@@ -106,7 +106,7 @@ def file_sha256(path: Path) -> str:
 
 
 def open_dataset(name: str | None = None) -> Dataset:
-    """The dataset of that name (or folder), or without one the newest."""
+    """The dataset of that name (or folder); without a name, the newest."""
     if name is None:
         name = home.newest(home.data_dir(), MANIFEST)
         if name is None:
@@ -137,7 +137,7 @@ def _read_manifest(folder: Path) -> Dataset:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["format"] != "nanorun-dataset" or record["version"] != 1:
             raise UserError(
-                f"{path} has format {record['format']} {record['version']}, which this nanorun cannot read."
+                f"{path} has format {record['format']} {record['version']}, which this version of nanorun cannot read."
             )
         shards = tuple(_shard(entry) for entry in record["shards"])
         if any("/" in shard.file or "\\" in shard.file or shard.file.startswith(".") for shard in shards):
@@ -152,9 +152,9 @@ def _read_manifest(folder: Path) -> Dataset:
             created=record["created"],
         )
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give yourself the rights.") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
     except (ValueError, KeyError, TypeError) as error:
-        fault = describe_json_error(error) if isinstance(error, ValueError) else "not all is there"
+        fault = describe_json_error(error) if isinstance(error, ValueError) else "incomplete"
         raise UserError(f"{path} is damaged ({fault}): add or get the dataset again.") from error
 
 
@@ -162,23 +162,52 @@ def _shard(entry: dict[str, Any]) -> Shard:
     shard = Shard(**entry)
     counts = (shard.documents, shard.text_bytes or 0, shard.file_bytes, shard.row_groups, shard.tokens)
     if not all(isinstance(count, int) for count in counts) or not isinstance(shard.file, str):
-        raise ValueError("a shard's counts are no numbers")
+        raise ValueError("the counts of a shard are not numbers")
     return shard
 
 
-class ParquetWriter:
-    """Writes documents into parquet shards `shard-00000.parquet`, ... of a folder."""
+class ShardWriter:
+    """Writes documents into shards `shard-00000.SUFFIX`, ... of a folder. A subclass knows the format."""
+
+    suffix: str
+    counted: Literal["row_groups", "tokens"]  # the field of Shard that `_count` goes to
 
     def __init__(self, folder: Path, split: Split, first: int = 0) -> None:
-        import pyarrow
-
         self.folder, self.split, self.next_index = folder, split, first
         self.shards: list[Shard] = []
-        self._schema = pyarrow.schema([("text", pyarrow.large_string())])
-        self._writer: Any = None
+        self._file: Any = None
+        self._documents = self._text_bytes = self._count = 0
+
+    def finish(self) -> list[Shard]:
+        if self._file is not None:
+            self._finish_shard()
+        return self.shards
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _path(self) -> Path:
+        return self.folder / f"shard-{self.next_index:05d}.{self.suffix}"
+
+    def _finish_shard(self) -> None:
+        self.close()
+        count = {self.counted: self._count}
+        self.shards.append(
+            Shard.describe(self._path(), self.split, self._documents, self._text_bytes, **count)
+        )
+        self.next_index += 1
+        self._documents = self._text_bytes = self._count = 0
+
+
+class ParquetWriter(ShardWriter):
+    suffix, counted = "parquet", "row_groups"
+
+    def __init__(self, folder: Path, split: Split, first: int = 0) -> None:
+        super().__init__(folder, split, first)
         self._rows: list[str] = []
         self._row_bytes = 0
-        self._documents = self._text_bytes = self._row_groups = 0
 
     def add(self, text: str, text_bytes: int) -> None:
         self._rows.append(text)
@@ -193,48 +222,27 @@ class ParquetWriter:
         return sum(shard.documents for shard in self.shards) + self._documents + len(self._rows)
 
     def finish(self) -> list[Shard]:
-        self._flush()
-        if self._writer is not None:
-            self._finish_shard()
-        return self.shards
-
-    def close(self) -> None:
-        """Lets go of the open file after a failure; what was written so far is of no use."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _path(self) -> Path:
-        return self.folder / f"shard-{self.next_index:05d}.parquet"
+        if self._rows:
+            self._flush()
+        return super().finish()
 
     def _flush(self) -> None:
-        if not self._rows:
-            return
         import pyarrow
         import pyarrow.parquet
 
-        if self._writer is None:
-            self._writer = pyarrow.parquet.ParquetWriter(self._path(), self._schema, compression="zstd")
-        table = pyarrow.table([pyarrow.array(self._rows, pyarrow.large_string())], schema=self._schema)
-        self._writer.write_table(table, row_group_size=len(self._rows))
+        schema = pyarrow.schema([("text", pyarrow.large_string())])
+        if self._file is None:
+            self._file = pyarrow.parquet.ParquetWriter(self._path(), schema, compression="zstd")
+        table = pyarrow.table([pyarrow.array(self._rows, pyarrow.large_string())], schema=schema)
+        self._file.write_table(table, row_group_size=len(self._rows))
         self._documents += len(self._rows)
         self._text_bytes += self._row_bytes
-        self._row_groups += 1
+        self._count += 1
         self._rows, self._row_bytes = [], 0
-
-    def _finish_shard(self) -> None:
-        self._writer.close()
-        self._writer = None
-        counts = {"row_groups": self._row_groups}
-        self.shards.append(
-            Shard.describe(self._path(), self.split, self._documents, self._text_bytes, **counts)
-        )
-        self.next_index += 1
-        self._documents = self._text_bytes = self._row_groups = 0
 
 
 def read_texts(files: list[Path], column: str = "text") -> Iterator[str]:
-    """The documents of our own parquet shards, one row group in memory at a time."""
+    """The documents of a dataset's parquet shards, one row group in memory at a time."""
     import pyarrow.parquet
 
     for path in files:

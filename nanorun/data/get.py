@@ -1,4 +1,4 @@
-"""`data get` and `data ls`: datasets by name. The sample world is written here, the others are downloaded."""
+"""`data get` and `data ls`: datasets by name. The sample world is generated, the others are downloaded."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from nanorun.errors import UserError
 from nanorun.tables import table
 
 SAMPLE_BYTES = 8_000_000
-# What the speedrun's token shards were made with; text.tokenizer.gpt2_tokenizer has this fingerprint.
+# The tokenizer of the speedruns' token shards: text.store.public_tokenizer("gpt2", ...) has this fingerprint.
 GPT2: dict[str, Any] = {
     "name": "gpt2",
     "fingerprint": "c90cbff5bbfe4e24843619f918e2bf7f36a7ee52366ac00c04d299d62b094dc7",
@@ -40,22 +40,22 @@ def get_dataset(
     if name == "sample":
         return make_sample(sample_bytes, seed, replace=replace)
     if name not in hub.CORPORA:
-        raise UserError(f"There is no corpus '{name}': choose among sample, {', '.join(hub.CORPORA)}, core.")
+        raise UserError(f"There is no corpus '{name}': choose one of sample, {', '.join(hub.CORPORA)}, core.")
     return _download(name, shards, workers)
 
 
 def make_sample(
     size: int = SAMPLE_BYTES, seed: int = 0, *, name: str = "sample", replace: bool = False
 ) -> Dataset:
-    """The sample world: `size` bytes of training text, and a twentieth of that, told differently, to validate."""
+    """The sample world: `size` bytes of training text, and a twentieth of that, phrased differently, to validate."""
     if size < 1000:
-        raise UserError(f"{size} bytes are too little for a world: ask for at least 1kB.")
+        raise UserError(f"The sample world is too small: {size} bytes (at least 1kB).")
     source = f"the sample world, {size} bytes, seed {seed}"
     if (home.data_dir() / name / MANIFEST).is_file() and not replace:
         here = open_dataset(name)
         if here.source != source:
-            raise UserError(f"'{name}' is here as {here.source}: --replace writes it anew as {source}.")
-        say(f"'{name}' is here already, as asked for")
+            raise UserError(f"'{name}' exists as {here.source}: --replace writes it again as {source}.")
+        say(f"'{name}' is already here")
         return here
     val_size = min(max(size // 20, 1000), 2_000_000)
     with Progress("writing the sample world", size + val_size, "B") as bar:
@@ -96,7 +96,7 @@ def _download(name: str, shards: int | None, workers: int) -> Dataset:
 
 
 def _describe_parquet(path: Path, split: Split) -> Shard:
-    """Reads the shard whole, which also proves that every page of it can be read."""
+    """Reads the whole shard, which also proves that every page of it can be read."""
     import pyarrow.compute
     import pyarrow.parquet
 
@@ -116,7 +116,7 @@ def _describe_bin(path: Path, split: Split) -> Shard:
 
 
 def newest_text(name: str | None = None) -> Dataset:
-    """The named dataset, which must be text, or the newest that is."""
+    """The named dataset, which must hold text, or the newest that does."""
     if name is not None:
         dataset = open_dataset(name)
         if dataset.kind != "parquet":
@@ -127,7 +127,7 @@ def newest_text(name: str | None = None) -> Dataset:
         texts = [dataset for dataset in list_datasets()[0] if dataset.kind == "parquet"]
         if not texts:
             raise UserError(
-                "There is no dataset of text here, only tokens: nanorun data add FILE... makes one."
+                "There is no dataset of text, only of tokens: nanorun data add FILE... makes one."
             )
         newest = max(texts, key=lambda d: (d.folder / MANIFEST).stat().st_mtime)
     if len(dataset_names()) > 1:
@@ -136,7 +136,7 @@ def newest_text(name: str | None = None) -> Dataset:
 
 
 def list_datasets(verify: bool = False) -> tuple[list[Dataset], list[str]]:
-    """The datasets of this home, and a sentence for each that is broken."""
+    """The datasets of this home, and an error message for each broken one."""
     datasets, broken = [], []
     for name in dataset_names():
         try:
@@ -145,8 +145,8 @@ def list_datasets(verify: bool = False) -> tuple[list[Dataset], list[str]]:
                 for shard, good in dataset.verify():
                     if not good:
                         raise UserError(
-                            f"{dataset.folder / shard.file} is not what was written (its checksum differs): add or "
-                            f"get the dataset '{name}' again."
+                            f"{dataset.folder / shard.file} is damaged (its checksum differs): add or get the dataset "
+                            f"'{name}' again."
                         )
             datasets.append(dataset)
         except UserError as error:

@@ -1,15 +1,16 @@
-"""Documents out of a person's files: parquet, jsonl or plain text; the last two plain, .gz, .xz or .zst.
+"""Read documents from a user's files: parquet, jsonl or plain text; the last two plain, .gz, .xz or .zst.
 
-Every reader is a generator of non-empty documents, in the order of the file, that holds little more than
-one document at a time. Nothing is guessed and nothing is mended: a damaged archive, a line that is not
-UTF-8 or not JSON, a missing column each stop the reading with one sentence that names the place.
+Every reader is a generator of non-empty documents, in the order of the file, that holds little more than one document
+in memory. Nothing is guessed or repaired: a damaged archive, a line that is not UTF-8 or not JSON, or a missing
+column raises a UserError that names the place.
 
-    jsonl    one JSON object a line; lines end at "\\n" only, since texts hold other line separators
-    parquet  one document a row
-    txt      one document a file; long files are cut at blank lines, or wherever `separator` stands
+    jsonl    one JSON object per line; lines end at "\\n" only, because texts contain other line separators
+    parquet  one document per row
+    txt      one document per file; long files are split at blank lines, or at each `separator`
 """
 
 import gzip
+import io
 import json
 import lzma
 import re
@@ -31,15 +32,15 @@ KINDS = {
     ".text": "txt",
     ".md": "txt",
 }
-SUPPORTED = ".parquet, .jsonl, .ndjson, .txt, .md (all but parquet also with .gz, .xz or .zst behind)"
-TXT_CUT = 256 * 1024  # a text file without separator becomes documents of about this many bytes
-LINE_LIMIT = 1 << 29  # no line and no document is longer than 512 MiB
+SUPPORTED = ".parquet, .jsonl, .ndjson, .txt, .md (all but parquet also compressed: .gz, .xz, .zst)"
+TXT_CUT = 256 * 1024  # a text file without separator is split into documents of about this many bytes
+LINE_LIMIT = 1 << 29  # longest line and longest document: 512 MiB
 
 Advance = Callable[[int], None]
 
 
 def file_kind(path: Path) -> tuple[str, str]:
-    """('jsonl', '.xz') for 'corpus.jsonl.xz'; ('', '') for what we cannot read."""
+    """('jsonl', '.xz') for 'corpus.jsonl.xz'; ('', '') for an unsupported file."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = KINDS.get(suffixes[-1], "") if suffixes else ""
@@ -49,7 +50,7 @@ def file_kind(path: Path) -> tuple[str, str]:
 
 
 def collect_files(paths: list[Path]) -> list[Path]:
-    """The files to read: those named, and in place of a folder all that can be read below it, by name."""
+    """The files to read: `paths`, with each folder replaced by the supported files below it, sorted by name."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -57,35 +58,35 @@ def collect_files(paths: list[Path]) -> list[Path]:
             below = [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
             readable = [p for p in below if file_kind(p)[0]]
             if not readable:
-                raise UserError(f"The folder {path} holds no file that can be read: {SUPPORTED}.")
+                raise UserError(f"The folder {path} holds no supported file: {SUPPORTED}.")
             if len(readable) < len(below):
                 others = len(below) - len(readable)
-                say(f"in {path}: {others} file{'s' * (others > 1)} of other kinds left out")
+                say(f"in {path}: skipped {others} file{'s' * (others > 1)} of unsupported kinds")
             files += readable
         elif not path.exists():
             raise UserError(f"There is no file {path}: check the name and the current folder.")
         elif not file_kind(path)[0]:
-            raise UserError(f"Cannot tell what {path} holds by its name: data add reads {SUPPORTED}.")
+            raise UserError(f"{path} has no supported suffix: data add reads {SUPPORTED}.")
         else:
             files.append(path)
     seen: set[Path] = set()
     for path in files:
         if path.resolve() in seen:
-            raise UserError(f"{path} is named twice: leave one of the two out.")
+            raise UserError(f"{path} is named twice: name it once.")
         seen.add(path.resolve())
     return files
 
 
 def read_documents(
-    path: Path, *, column: str = "text", separator: str | None = None, advance: Advance | None = None
+    path: Path, *, column: str = "text", separator: str | None = None, advance: Advance = lambda n: None
 ) -> Iterator[str]:
-    """Yields the documents of one file. `advance` hears how many bytes of the file were read since."""
+    """Yields the documents of one file. `advance` is called with the number of bytes read since the last call."""
     kind, compression = file_kind(path)
     if kind == "parquet":
         yield from _read_parquet(path, column, advance)
         return
     with _explained(path), open(path, "rb") as raw:
-        stream = _decompress(raw, compression)
+        stream = _decompress(raw, compression)  # kept until the end: freed, it would close `raw`
         lines = _lines(stream, path)
         if kind == "jsonl":
             documents = _read_jsonl(lines, path, column)
@@ -93,17 +94,15 @@ def read_documents(
             documents = _read_txt(lines, path, separator)
         reported = 0
         for document in documents:
-            if advance is not None:
-                here = raw.tell()
-                advance(here - reported)
-                reported = here
+            here = raw.tell()
+            advance(here - reported)
+            reported = here
             yield document
-        if advance is not None:
-            advance(raw.tell() - reported)
+        advance(raw.tell() - reported)
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Whole records of a jsonl or parquet file, each with the words that say where it stands."""
+    """The records of a jsonl or parquet file, each with its location for error messages."""
     kind, compression = file_kind(path)
     if kind == "parquet":
         yield from _parquet_records(path)
@@ -111,10 +110,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if kind != "jsonl":
         raise UserError(f"{path} must be .jsonl (plain, .gz, .xz or .zst) or .parquet: convert it.")
     with _explained(path), open(path, "rb") as raw:
-        for number, record in _values(_lines(_decompress(raw, compression), path), path):
-            if not isinstance(record, dict):
-                raise UserError(f"Line {number} of {path} is not a JSON object: mend it.")
-            yield f"line {number} of {path}", record
+        yield from _json_records(_lines(_decompress(raw, compression), path), path)
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -134,13 +130,13 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What goes wrong while a file is read, as one sentence."""
+    """Turns errors while a file is read into a UserError."""
     try:
         yield
     except (EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(_damaged(path, error)) from error
     except OSError as error:
-        # gzip and pyarrow report damage as an OSError that the operating system knows nothing of
+        # gzip and pyarrow report damage as an OSError without errno
         if error.errno is None:
             raise UserError(_damaged(path, error)) from error
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
@@ -148,7 +144,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _damaged(path: Path, error: Exception) -> str:
     reason = str(error).strip().rstrip(".") or type(error).__name__
-    return f"{path} is damaged or cut short ({reason}): copy or download it again."
+    return f"{path} is damaged or truncated ({reason}): copy or download it again."
 
 
 def _decompress(raw: IO[bytes], compression: str) -> Any:
@@ -159,22 +155,18 @@ def _decompress(raw: IO[bytes], compression: str) -> Any:
     if compression == ".zst":
         import pyarrow
 
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+        compressed = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+        return io.BufferedReader(compressed, 1 << 20)
     return raw
 
 
 def _lines(stream: Any, path: Path) -> Iterator[tuple[int, bytes]]:
-    import io
-
-    buffered = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 20)
     number = 0
-    while line := buffered.readline(LINE_LIMIT + 1):
+    while line := stream.readline(LINE_LIMIT + 1):
         number += 1
         if len(line) > LINE_LIMIT:
-            raise UserError(
-                f"Line {number} of {path} is longer than {LINE_LIMIT >> 20} MiB: cut it in pieces."
-            )
-        if number == 1 and line.startswith(b"\xef\xbb\xbf"):  # the mark some editors put before UTF-8
+            raise UserError(f"Line {number} of {path} is longer than {LINE_LIMIT >> 20} MiB: split it.")
+        if number == 1 and line.startswith(b"\xef\xbb\xbf"):  # byte order mark
             line = line[3:]
         yield number, line
 
@@ -191,25 +183,25 @@ def _text(line: bytes, number: int, path: Path) -> str:
         ) from error
 
 
-def _values(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[tuple[int, Any]]:
+def _json_records(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in lines:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(_text(line, number, path))
+            record = json.loads(_text(line, number, path))
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", "nested too deeply")
-            raise UserError(f"Line {number} of {path} is not JSON ({reason}): mend or remove it.") from error
+            raise UserError(f"Line {number} of {path} is not JSON ({reason}): fix or remove it.") from error
+        if not isinstance(record, dict):
+            raise UserError(f'Line {number} of {path} is not a JSON object like {{"text": "..."}}: fix it.')
+        yield f"line {number} of {path}", record
 
 
 def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> Iterator[str]:
-    for number, record in _values(lines, path):
-        where = f"line {number} of {path}"
-        if not isinstance(record, dict):
-            raise UserError(f'L{where[1:]} is not a JSON object like {{"{column}": "..."}}: mend it.')
+    for where, record in _json_records(lines, path):
         if column not in record and "messages" in record:
             raise UserError(
-                f"{path} holds conversations ('messages'), and data add takes plain text: choose another file."
+                f"{path} holds conversations ('messages'), but data add takes plain text: choose another file."
             )
         if column not in record:
             raise UserError(_no_column(where, column, list(record)))
@@ -224,26 +216,24 @@ def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> 
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(
-                f"'{column}' in {where} holds half a surrogate pair, which no UTF-8 text can: mend or remove it."
+                f"'{column}' in {where} holds a lone surrogate, which UTF-8 cannot encode: fix or remove it."
             ) from error
         yield value
 
 
 def _no_column(where: str, column: str, columns: list[str]) -> str:
-    have = ", ".join(f"'{name}'" for name in columns[:20]) or "none at all"
-    return (
-        f"There is no column '{column}' in {where} (it has {have}): name the one with the text by --column."
-    )
+    have = ", ".join(f"'{name}'" for name in columns[:20]) or "none"
+    return f"There is no column '{column}' in {where} (it has {have}): name the text column with --column."
 
 
-def _read_parquet(path: Path, column: str, advance: Advance | None) -> Iterator[str]:
+def _read_parquet(path: Path, column: str, advance: Advance) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(
             path.absolute()
-        )  # a relative name with a colon would be an address
+        )  # a relative name with a colon would be parsed as a URI
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(_damaged(path, error)) from error
     with file:
@@ -267,11 +257,10 @@ def _read_parquet(path: Path, column: str, advance: Advance | None) -> Iterator[
                         if text:
                             yield text
             except UnicodeDecodeError as error:
-                raise UserError(f"Row {row + 1} of {path} is not UTF-8: mend or remove it.") from error
+                raise UserError(f"Row {row + 1} of {path} is not UTF-8: fix or remove it.") from error
             except (pyarrow.ArrowInvalid, OSError) as error:
                 raise UserError(_damaged(path, error)) from error
-            if advance is not None:
-                advance(size * (group + 1) // groups - size * group // groups)
+            advance(size * (group + 1) // groups - size * group // groups)
 
 
 def _read_txt(lines: Iterator[tuple[int, bytes]], path: Path, separator: str | None) -> Iterator[str]:
@@ -282,7 +271,7 @@ def _read_txt(lines: Iterator[tuple[int, bytes]], path: Path, separator: str | N
     held = 0
     for number, line in lines:
         text = _text(line, number, path)
-        if len(text) > 2 * TXT_CUT:  # a book without line ends
+        if len(text) > 2 * TXT_CUT:  # a file without line breaks
             yield from _whole(parts)
             parts, held = [], 0
             for piece in _cut_line(text):
@@ -297,7 +286,7 @@ def _read_txt(lines: Iterator[tuple[int, bytes]], path: Path, separator: str | N
 
 
 def _cut_line(text: str) -> Iterator[str]:
-    """Pieces of at most TXT_CUT characters, cut behind a blank where there is one."""
+    """Splits into at most TXT_CUT characters, after a space where there is one."""
     while len(text) > TXT_CUT:
         at = text.rfind(" ", TXT_CUT // 2, TXT_CUT) + 1 or TXT_CUT
         yield text[:at]
@@ -307,13 +296,13 @@ def _cut_line(text: str) -> Iterator[str]:
 
 def _split_at(lines: Iterator[tuple[int, bytes]], path: Path, separator: str) -> Iterator[str]:
     if not separator:
-        raise UserError("--split needs at least one character to split at.")
-    # a line end in the separator is also found where lines end as on Windows
+        raise UserError("--split needs at least one character.")
+    # a line break in the separator also matches one of Windows (CR LF)
     pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
     longest = len(separator) + separator.count("\n")
     held = ""
     for number, line in lines:
-        start = max(len(held) - longest + 1, 0)  # a separator may stretch over a line's end
+        start = max(len(held) - longest + 1, 0)  # a separator can span lines
         held += _text(line, number, path)
         found = pattern.search(held, start)
         while found:

@@ -1,4 +1,4 @@
-"""Tokenizers and datasets together: `tok train` learns one from a dataset, `tok eval` judges it on another."""
+"""Tokenizers and datasets together: `tok train` trains one on a dataset, `tok eval` evaluates it on another."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ from nanorun.data.get import make_sample, newest_text
 from nanorun.errors import UserError
 from nanorun.provenance import record
 from nanorun.text.evaluate import evaluate_tokenizers
-from nanorun.text.store import at_hand, open_tokenizer
+from nanorun.text.store import available_public_tokenizers, open_tokenizer
 from nanorun.text.tokenizer import train_tokenizer
 
 SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB = "sample", "sample", 1024
@@ -43,7 +43,7 @@ def train_on(
 
 
 def build_sample() -> None:
-    """The sample world and its tokenizer, whichever is missing: something to train on."""
+    """Makes the sample world and its tokenizer, whichever is missing, so that there is something to train on."""
     if not has_sample_data():
         make_sample(name=SAMPLE_DATA, replace=True)
     if not has_sample_tokenizer():
@@ -65,7 +65,7 @@ def has_sample_tokenizer() -> bool:
 
 
 def _is_intact(open_it: Callable[[str], object], folder: Path) -> bool:
-    """Whether the result is here and valid; a damaged one is made again, since all of it is generated."""
+    """Whether the result exists and is valid. A damaged one is made again, because all of it is generated."""
     if not folder.exists():
         return False
     try:
@@ -77,14 +77,14 @@ def _is_intact(open_it: Callable[[str], object], folder: Path) -> bool:
 
 
 def evaluate(names: Iterable[str], data: str | None, max_bytes: int) -> dict[str, Any]:
-    """Compression and speed of tokenizers on validation text, beside GPT-2's and GPT-4's if at hand."""
+    """Compression and throughput of tokenizers on validation text, beside GPT-2's and GPT-4's if available."""
     tokenizers = [open_tokenizer(name) for name in names] or [open_tokenizer()]
     if data is None:
         data = tokenizers[0].trained_on.get("dataset")
     dataset = newest_text(data)
     texts = list(_at_most(read_texts(dataset.files("val")), max_bytes))
     named = {tokenizer.name for tokenizer in tokenizers}
-    others = [tokenizer for tokenizer in at_hand() if tokenizer.name not in named]
+    others = [tokenizer for tokenizer in available_public_tokenizers() if tokenizer.name not in named]
     say(f"encoding {len(texts):,} validation documents of '{dataset.name}'")
     reports = evaluate_tokenizers(texts, [*tokenizers, *others])
     return record(

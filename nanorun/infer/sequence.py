@@ -10,8 +10,7 @@ from typing import Any
 
 from nanorun.infer.cache import Slot
 from nanorun.infer.request import Event, Finish, Logprobs, Reply, Request, TokenLogprobs, join_text
-from nanorun.text.chat import Piece, ReplyStream
-from nanorun.text.stream import overlap
+from nanorun.text.chat import Piece, ReplyStream, overlap
 from nanorun.text.tokenizer import Tokenizer
 
 NO_LOGPROBS = Logprobs(0.0, 0.0)  # of a forced token

@@ -1,32 +1,31 @@
-"""Conversations as tokens, and which of those tokens the model learns to produce.
+"""Chat rendering: conversations as tokens with a loss mask, and generated tokens as parts of a message.
 
-A conversation is laid out as
+A conversation is rendered as
 
     <|bos|> <|user_start|> question <|user_end|> <|assistant_start|> answer <|assistant_end|> ...
 
-An answer may run code: the code stands between <|python_start|> and <|python_end|>, what it printed
-between <|output_start|> and <|output_end|>. The mask is 1 where the assistant speaks, calls the tool or
-ends its answer, and 0 for everything the model is given: the user, the tool's output, and the
-<|assistant_start|> that asks it to begin.
+An answer can run code: the code is between <|python_start|> and <|python_end|>, its output between
+<|output_start|> and <|output_end|>. The loss mask is 1 for the assistant's text, its tool calls and the end of its
+answer, and 0 for everything the model does not generate: user messages, tool output, and <|assistant_start|>.
 
-A system message has no token of its own: it goes before the first user message, with a blank line
-between. Messages are never cut in the middle. One that does not fit is left out whole, with a warning.
+A system message has no token of its own: it is prepended to the first user message, with an empty line between.
+Messages are never cut. One that does not fit is dropped whole, with a warning.
 """
 
+import codecs
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanorun.errors import UserError
-from nanorun.text.stream import StreamDecoder
 from nanorun.text.tokenizer import Tokenizer
 
 Part = dict[str, str]  # {"type": "text" | "python" | "output", "text": ...}
-# Kind of part and text. In a reply "output" is what a tool said, "guess" an output that the model made up.
+# Type of part and text. In a reply "output" is a tool's output, "guess" an output that the model made up.
 Piece = tuple[str, str]
 
-_TOOL_PARTS = {  # what opens and closes the part, and whether the model learns to produce it
+_TOOL_PARTS = {  # start token, end token, loss mask
     "python": ("<|python_start|>", "<|python_end|>", 1),
     "output": ("<|output_start|>", "<|output_end|>", 0),
 }
@@ -35,22 +34,21 @@ _CLOSES = {end: kind for kind, (_, end, _) in _TOOL_PARTS.items()}
 
 
 class ConversationCut(UserWarning):
-    """Messages of a conversation were left out because it is too long."""
+    """Messages of a conversation were dropped because it is too long."""
 
 
 @dataclass(frozen=True)
 class Rendered:
     ids: list[int]
-    mask: list[int]  # 1: the model learns to produce this token; as long as ids
-    dropped: int  # messages left out
+    mask: list[int]  # loss mask, as long as ids: 1 where the token is trained
+    dropped: int  # dropped messages
 
 
 def render(conversation: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: int | None = None) -> Rendered:
     """A whole conversation for training.
 
-    With `max_tokens`, messages are left out from the end so that the rest fits and ends with an
-    assistant message. If not even the first question and answer fit, nothing is left: empty ids, all
-    messages dropped.
+    With `max_tokens`, messages are dropped from the end until the rest fits and ends with an assistant message. If
+    not even the first question and answer fit, all messages are dropped and ids is empty.
     """
     if not isinstance(conversation, Mapping) or "messages" not in conversation:
         raise UserError('A conversation must be an object with "messages".')
@@ -67,7 +65,7 @@ def render(conversation: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: in
         lost = sum(len(ids) for ids, _ in rendered[keep:])
         warnings.warn(
             f"A conversation does not fit in {max_tokens} tokens: its last {dropped} of {len(messages)} "
-            f"messages ({lost} tokens) were left out.",
+            f"messages ({lost} tokens) were dropped.",
             ConversationCut,
             stacklevel=2,
         )
@@ -83,15 +81,15 @@ def render(conversation: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: in
 def render_prompt(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> list[int]:
-    """A conversation that waits for an answer: everything up to and including <|assistant_start|>.
+    """The prompt for the next answer: everything up to and including <|assistant_start|>.
 
-    With `max_tokens`, the oldest pairs of question and answer are left out until the rest fits; the
-    system text stays.
+    With `max_tokens`, the oldest pairs of question and answer are dropped until the rest fits; the system text
+    stays.
     """
     system, turns = check_messages(messages)
     if len(turns) % 2 == 0:
         raise UserError(
-            f"messages[{len(messages) - 1}] is the assistant's: an answer can only follow a user message, so "
+            f"messages[{len(messages) - 1}] is an assistant message: an answer can only follow a user message, so "
             "end the messages with one."
         )
     rendered = [_render_message(turn, tokenizer, None)[0] for turn in turns]
@@ -102,11 +100,11 @@ def render_prompt(
             break
     else:
         raise UserError(
-            f"The newest message takes {size} tokens with its markers, and {max_tokens} fit: shorten it."
+            f"The newest message is too long: {size} tokens with its markers (at most {max_tokens}). Shorten it."
         )
     if start:
         warnings.warn(
-            f"The conversation does not fit in {max_tokens} tokens: its first {start} messages are left out.",
+            f"The conversation does not fit in {max_tokens} tokens: its first {start} messages are dropped.",
             ConversationCut,
             stacklevel=2,
         )
@@ -116,25 +114,48 @@ def render_prompt(
     return [*ids, tokenizer.special["<|assistant_start|>"]]
 
 
-class ReplyStream:
-    """Generated tokens as pieces of an assistant message while they come: (kind of part, text).
+class StreamDecoder:
+    """Incremental `tokenizer.decode`: `push` ids as they are generated, then `flush`.
 
-    A piece of no text begins a part of its kind, so joined pieces are what `parse_reply` makes of all
-    tokens. A character is held back until its last byte has come.
+    A character may span several tokens, so text is held back until its last byte has arrived.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, *ids: int) -> str:
+        """The text that is complete so far; empty while a character is incomplete."""
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids))
+
+    def flush(self) -> str:
+        """The rest: U+FFFD for an incomplete character. The decoder is then ready for another text."""
+        return self._decoder.decode(b"", final=True)
+
+
+def overlap(text: str, stop: str) -> int:
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class ReplyStream:
+    """Generated tokens as pieces of an assistant message, incrementally: (type of part, text).
+
+    A piece without text begins a part of its type, so the joined pieces equal `parse_reply` of all tokens. A
+    character is held back until its last byte has arrived.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._names = {token_id: name for name, token_id in tokenizer.special.items()}
         self._decoder, self._begun = StreamDecoder(tokenizer), False
-        self.kind = "text"  # of the part that the next token belongs to
-        self.ended = False  # another message has begun: nothing more is read
+        self.kind = "text"  # type of the part that the next token belongs to
+        self.ended = False  # another message has begun: further tokens are ignored
 
     def push(self, *ids: int) -> list[Piece]:
         pieces, start = list[Piece](), 0
         for at, token_id in enumerate(ids):
-            if (
-                name := self._names.get(token_id)
-            ) is not None:  # text between special tokens is decoded together
+            name = self._names.get(token_id)
+            if name is not None:  # text between special tokens is decoded together
                 pieces += [*self._decode(ids[start:at]), *self._mark(name, first=not self._begun and at == 0)]
                 start = at + 1
         self._begun = self._begun or bool(ids)
@@ -149,36 +170,36 @@ class ReplyStream:
         if self.ended:
             return []
         if name in _OPENS:
-            return [*self._turn_to(_OPENS[name]), (self.kind, "")]
+            return [*self._switch_to(_OPENS[name]), (self.kind, "")]
         if name in _CLOSES:
-            return self._turn_to("text") if self.kind == _CLOSES[name] else []
+            return self._switch_to("text") if self.kind == _CLOSES[name] else []
         if first and name == "<|assistant_start|>":
             return []
         self.ended = True
         return self.flush()
 
     def flush(self) -> list[Piece]:
-        """What is left at the end: U+FFFD for an unfinished character."""
-        return self._turn_to(self.kind)
+        """The rest: U+FFFD for an incomplete character."""
+        return self._switch_to(self.kind)
 
-    def _turn_to(self, kind: str) -> list[Piece]:
+    def _switch_to(self, kind: str) -> list[Piece]:
         before, self.kind = self.kind, kind
         rest = self._decoder.flush()
         return [(before, rest)] if rest else []
 
 
 def parse_reply(ids: Iterable[int], tokenizer: Tokenizer) -> list[Part]:
-    """Generated tokens as the parts of an assistant message: what `render` made them from.
+    """Generated tokens as the parts of an assistant message: the inverse of `render`.
 
-    Takes what a model may produce: a reply that stops early, a part that is never closed, an end without
-    a start. Whatever begins another message ends the reply. Neighbouring texts become one part.
+    Accepts anything a model can produce: a reply that stops early, a part that is never closed, an end without a
+    start. A token that begins another message ends the reply. Adjacent texts become one part.
     """
     stream = ReplyStream(tokenizer)
     return join_pieces([*stream.push(*ids), *stream.flush()])
 
 
 def join_pieces(pieces: Iterable[Piece]) -> list[Part]:
-    """The parts that a stream's pieces make."""
+    """Joins the pieces of a stream to parts."""
     parts: list[Part] = []
     for kind, text in pieces:
         if text and parts and parts[-1]["type"] == kind:
@@ -202,12 +223,12 @@ def _render_message(
 
     ids, mask = [special["<|assistant_start|>"]], [0]
     for part in parts:
-        part_ids, learn = tokenizer.encode(part["text"]), 1
+        part_ids, trained = tokenizer.encode(part["text"]), 1
         if part["type"] in _TOOL_PARTS:
-            start, end, learn = _TOOL_PARTS[part["type"]]
+            start, end, trained = _TOOL_PARTS[part["type"]]
             part_ids = [special[start], *part_ids, special[end]]
         ids += part_ids
-        mask += [learn] * len(part_ids)
+        mask += [trained] * len(part_ids)
     ids.append(special["<|assistant_end|>"])
     mask.append(1)
     return ids, mask
@@ -218,7 +239,7 @@ def _parts(content: str | Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, 
 
 
 def check_messages(messages: Any) -> tuple[str | None, Sequence[Mapping[str, Any]]]:
-    """The system text, if any, and the messages after it, which alternate and begin with the user's."""
+    """Validates messages. Returns the system text, if any, and the messages after it, which alternate from user."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise UserError('"messages" must be a list of {"role", "content"} objects.')
     for i, message in enumerate(messages):
@@ -233,7 +254,7 @@ def check_messages(messages: Any) -> tuple[str | None, Sequence[Mapping[str, Any
     for i, message in enumerate(turns):
         expected = ("user", "assistant")[i % 2]
         if message["role"] != expected:
-            raise UserError(f"messages[{first + i}] is {message['role']!r} where {expected!r} must follow.")
+            raise UserError(f"messages[{first + i}] has role {message['role']!r}, expected {expected!r}.")
     return system, turns
 
 
@@ -246,7 +267,7 @@ def _check_content(i: int, message: Any) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, Sequence):
-        raise UserError(f"messages[{i}] has content {content!r:.60}: it must be a text or a list of parts.")
+        raise UserError(f"messages[{i}] has content {content!r:.60}: it must be a string or a list of parts.")
     allowed = ("text", "python", "output") if role == "assistant" else ("text",)
     for part in content:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):

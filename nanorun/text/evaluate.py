@@ -1,9 +1,9 @@
-"""How well and how fast tokenizers encode: what `nanorun tok eval` shows.
+"""Compression and throughput of tokenizers: what `nanorun tok eval` shows.
 
-Compression is bytes per token: more is better, the model reads more text in as many steps. It is measured
-on the given texts and on a few short samples of other kinds, since a tokenizer that is good at English
-may be poor at code or Korean. Speed is the best of several rounds, and the tokenizers take turns within
-a round, so that a machine that slows down for a while slows down all of them.
+Compression is bytes per token: the higher, the more text a model reads in the same number of steps. It is measured on
+the texts passed in and on a few short samples of other kinds, because a tokenizer that is good at English can be poor
+at code or Korean. Throughput is the best of several rounds. The tokenizers alternate within a round, so that a
+temporary slowdown of the machine affects all of them.
 """
 
 import time
@@ -22,11 +22,11 @@ class TokenizerReport:
     tokens: int
     bytes_per_token: float
     chars_per_token: float
-    fertility: float  # tokens per word (words are what blanks separate)
+    fertility: float  # tokens per whitespace-separated word
     mb_per_s: float  # encoding on one thread
     mb_per_s_all: float  # on `threads` threads
     threads: int
-    roundtrip: bool  # decoding gave back every text exactly
+    roundtrip: bool  # whether decoding returned every text exactly
     kinds: Mapping[str, float]  # bytes per token for each of SAMPLES
 
 
@@ -38,7 +38,7 @@ def evaluate_tokenizers(
 ) -> list[TokenizerReport]:
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
     if not size:
-        raise UserError("There is no text to evaluate tokenizers on: give a file or dataset that has some.")
+        raise UserError("There is no text to evaluate tokenizers on: name a dataset with validation text.")
     threads = threads or usable_cores()
     one, many = _time_encoding(texts, tokenizers, repeats, threads)
     reports = []
@@ -74,7 +74,7 @@ def bytes_per_token(tokenizer: Tokenizer, texts: Sequence[str], threads: int = 1
 def _time_encoding(
     texts: Sequence[str], tokenizers: Sequence[Tokenizer], repeats: int, threads: int
 ) -> tuple[list[float], list[float]]:
-    """The least seconds each tokenizer took for all texts on one thread, and on `threads`."""
+    """The shortest time in seconds of each tokenizer for all texts, on one thread and on `threads`."""
     one, many = [float("inf")] * len(tokenizers), [float("inf")] * len(tokenizers)
     for _ in range(max(1, repeats)):
         for i, tokenizer in enumerate(tokenizers):

@@ -1,18 +1,18 @@
 """Text to tokens and back: byte-level BPE, trained by rustbpe and run by tiktoken.
 
-A tokenizer is three plain things: a regular expression that cuts text into words, a list of byte strings
-(the ranks: the earlier one is merged first), and a few special tokens. Encoding cuts the text with the
-expression, then merges the bytes of each word until no listed pair is left. All 256 single bytes are
-listed, so any text can be encoded, and decoding gives back exactly the same text.
+A tokenizer has three parts: a split pattern (a regular expression that cuts text into words), the ranks (a list of
+byte strings; earlier ones are merged first), and a few special tokens. Encoding splits the text with the pattern,
+then merges the bytes of each word until no listed pair is left. All 256 single bytes are listed, so any text can be
+encoded, and decoding returns exactly the same text.
 
-Special tokens mark structure (a document begins, the user speaks). tiktoken never learns of them: their
-ids exist only here, and only code that names one adds it. So whatever a text contains, "<|user_end|>"
-included, it becomes ordinary tokens.
+Special tokens mark structure (the beginning of a document, a user message). tiktoken does not know them: their ids
+exist only here, and only code that names one adds it. So any text, even one that contains "<|user_end|>", becomes
+ordinary tokens.
 
-Two rules make `encode` total:
-- Surrogate pairs in a Python string are joined; a lone surrogate, which is no character, becomes U+FFFD.
-- The engine's regular expressions overflow on about a million blanks in a row. A text is therefore cut
-  after each of its 65,536-character blocks that is all blank. Other texts are never cut.
+Two rules make `encode` work for every string:
+- Surrogate pairs in a Python string are joined; a lone surrogate, which is not a character, becomes U+FFFD.
+- tiktoken's regular expressions overflow on about a million whitespace characters in a row. A text is therefore cut
+  after each aligned block of 65,536 characters that is all whitespace. Other texts are never cut.
 """
 
 import base64
@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ import numpy as np
 import tiktoken
 
 from nanorun.errors import UserError
-from nanorun.home import check_name, tokenizers_dir
+from nanorun.home import check_name
 
 CHAT_TOKENS = (
     "<|user_start|>",
@@ -49,29 +48,23 @@ CHAT_TOKENS = (
 )
 SPECIAL_TOKENS = ("<|bos|>", *CHAT_TOKENS)
 
-# GPT-4's expression with numbers in groups of two digits instead of three: small vocabularies have no
-# room for a thousand three-digit numbers.
+# GPT-4's pattern with numbers in groups of two digits instead of three: a small vocabulary has no room for a thousand
+# three-digit numbers.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-GPT4_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS) + 1
 MAX_VOCAB = 2**20
 
 _FORMAT, _VERSION = "nanorun-tokenizer", 1
 CONFIG_FILE, _RANKS_FILE = "tokenizer.json", "ranks.tiktoken"
-_MAX_CONFIG_BYTES, _MAX_RANKS_BYTES = 2**20, 2**27
+_MAX_CONFIG_BYTES, MAX_RANKS_BYTES = 2**20, 2**27
 _SPECIAL_NAME = re.compile(r"<\|[a-z_]{1,60}\|>")
 _BLOCK = 65_536
-# tiktoken's fast array encoder is slow and unsafe without any special token (its search then matches the
-# empty string everywhere), so it gets this one, which is never allowed: text that contains it is
-# encoded as ordinary text, and its id is nobody's.
+# tiktoken's fast array encoder is slow and unsafe without any special token (its search then matches the empty string
+# everywhere), so it gets this one, which is never allowed: text that contains it is encoded as ordinary text, and its
+# id is unused.
 _NEVER_ALLOWED = {"\0<|never|>\0": 2**31}
 
 
@@ -100,7 +93,7 @@ class Tokenizer:
 
         self._ranks = dict(ranks)
         self._special_ids = frozenset(special.values())
-        # The bytes of every id. Ids between the ranks and the special tokens (GPT-4's have gaps) are empty.
+        # The bytes of every id; empty for unused ids (GPT-4 has gaps between the ranks and the special tokens).
         self._bytes = [b""] * self.vocab_size
         for token, rank in ranks.items():
             self._bytes[rank] = token
@@ -112,8 +105,8 @@ class Tokenizer:
             )
         except ValueError as error:
             raise UserError(
-                f"The split pattern of tokenizer {name!r} is not a valid expression ({error}): "
-                "train it again or copy its folder anew."
+                f"The split pattern of tokenizer {name!r} is not a valid regular expression ({error}): "
+                "train it again or copy its folder again."
             ) from error
         self._pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
@@ -126,17 +119,17 @@ class Tokenizer:
     # -- encoding ------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Ordinary tokens only, whatever the text says; no bos."""
+        """Ordinary tokens only, whatever the text contains; no BOS."""
         if len(text) <= _BLOCK:
             return self._engine.encode_ordinary(_valid(text))
         return [i for piece in _pieces(_valid(text)) for i in self._engine.encode_ordinary(piece)]
 
     def encode_documents(self, texts: Sequence[str], threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens of all texts in one flat array, without bos, and where each text starts in it.
+        """The tokens of all texts in one flat array, without BOS, and the offset of each text.
 
         Text i is `tokens[offsets[i]:offsets[i + 1]]`. The result does not depend on `threads`.
         """
-        # Chunks are small so that threads end together, and each thread hands over few large arrays.
+        # Chunks are small so that all threads finish at about the same time.
         chunks = _chunks(texts, 32 * threads) if threads > 1 else [texts]
         if len(chunks) > 1:
             parts = list(self._pool(threads).map(self._encode_chunk, chunks))
@@ -169,7 +162,7 @@ class Tokenizer:
             return self._engine.encode_to_numpy(_valid(text), disallowed_special=())
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
-        key = (os.getpid(), threads)  # a forked child must not wait for its parent's threads
+        key = (os.getpid(), threads)  # a forked child must not use its parent's threads
         if key not in self._pools:
             self._pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         return self._pools[key]
@@ -177,7 +170,7 @@ class Tokenizer:
     # -- decoding ------------------------------------------------------------------------------------
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of the tokens; special tokens appear as their names."""
+        """The bytes of the tokens. A special token is decoded to its name."""
         table = self._bytes
         try:
             return b"".join([table[i] for i in _not_negative(ids)])
@@ -188,11 +181,11 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text; bytes that are not UTF-8 (a model may produce them) become U+FFFD."""
+        """The text of the tokens. Bytes that are not UTF-8 (a model can produce them) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, padded_to: int | None = None) -> np.ndarray:
-        """How many bytes of text each id stands for (int32); 0 for special tokens and padding."""
+        """The number of bytes of text of each id (int32); 0 for special tokens and padding."""
         size = self.vocab_size if padded_to is None else padded_to
         if size < self.vocab_size:
             raise ValueError(f"padded_to={size} is less than the vocabulary ({self.vocab_size})")
@@ -205,13 +198,13 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same for two tokenizers exactly when they encode alike: sha256 of pattern, specials, ranks."""
+        """SHA-256 of pattern, special tokens and ranks: equal exactly for tokenizers that encode alike."""
         special = sorted(self.special.items())
         head = json.dumps([_FORMAT, _VERSION, self.pattern, special, self.bos_name]).encode()
         return hashlib.sha256(head + b"\n" + self._ranks_text()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Writes two plain files into an existing folder."""
+        """Writes the config and the ranks into an existing folder."""
         ranks_text = self._ranks_text()
         config = {
             "format": _FORMAT,
@@ -229,18 +222,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Reads what `save` wrote; anything missing, changed or inconsistent is one clear UserError."""
+        """Reads what `save` wrote. Anything missing, changed or inconsistent raises a UserError."""
         config = _read_config(folder / CONFIG_FILE)
-        ranks_text = _read_capped(folder / _RANKS_FILE, _MAX_RANKS_BYTES)
+        ranks_text = read_capped(folder / _RANKS_FILE, MAX_RANKS_BYTES)
         if hashlib.sha256(ranks_text).hexdigest() != config["ranks_sha256"]:
             raise UserError(
-                f"{folder / _RANKS_FILE} is damaged (its checksum is not the one in {CONFIG_FILE}): "
-                "copy the tokenizer folder anew or train it again."
+                f"{folder / _RANKS_FILE} is damaged (its checksum differs from the one in {CONFIG_FILE}): "
+                "copy the tokenizer folder again or train it again."
             )
         tokenizer = cls(
             check_name(config["name"], "tokenizer"),
             config["pattern"],
-            _parse_ranks(ranks_text, folder / _RANKS_FILE),
+            parse_ranks(ranks_text, folder / _RANKS_FILE),
             config["special_tokens"],
             bos=config["bos"],
             trained_on=config["trained_on"],
@@ -248,7 +241,7 @@ class Tokenizer:
         if tokenizer.vocab_size != config["vocab_size"]:
             raise UserError(
                 f"{folder / CONFIG_FILE} says vocab_size {config['vocab_size']} but its tokens make "
-                f"{tokenizer.vocab_size}: copy the tokenizer folder anew or train it again."
+                f"{tokenizer.vocab_size}: copy the tokenizer folder again or train it again."
             )
         return tokenizer
 
@@ -263,9 +256,9 @@ class Tokenizer:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, name: str, *, dataset: str | None = None
 ) -> Tokenizer:
-    """BPE of `vocab_size` tokens, the nine special ones included. The same texts give the same tokenizer.
+    """Trains BPE with `vocab_size` tokens, the nine special ones included. Deterministic for given texts.
 
-    Texts are counted in blocks of 65,536 characters, which bounds the longest word the trainer sees.
+    Texts are passed on in blocks of 65,536 characters, which bounds the longest word the trainer sees.
     """
     check_name(name, "tokenizer")
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
@@ -293,7 +286,7 @@ def train_tokenizer(
     if reached < vocab_size:
         raise UserError(
             f"{seen} bytes of text are too few for a vocabulary of {vocab_size}: they fill {reached}. "
-            f"Give more text or ask for at most {reached}."
+            f"Use more text or a vocabulary of at most {reached}."
         )
     trained_on = {
         "dataset": dataset,
@@ -302,79 +295,19 @@ def train_tokenizer(
         "trainer": "rustbpe",
         "trainer_version": version("rustbpe"),
     }
-    return Tokenizer(name, PATTERN, ranks, after_ranks(len(ranks)), trained_on=trained_on)
+    return Tokenizer(name, PATTERN, ranks, special_ids_from(len(ranks)), trained_on=trained_on)
 
 
-def after_ranks(first: int) -> dict[str, int]:
-    """The nine special tokens with ids from `first` on."""
+def special_ids_from(first: int) -> dict[str, int]:
+    """Consecutive ids for the nine special tokens, starting at `first`."""
     return {token: first + i for i, token in enumerate(SPECIAL_TOKENS)}
 
 
-# -- GPT-2's and GPT-4's -----------------------------------------------------------------------------
-
-_END_OF_TEXT = "<|endoftext|>"
-_KNOWN: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "pattern": GPT2_PATTERN,
-        "file": "gpt2.tiktoken",
-        "url": "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken",
-        "sha256": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        "ranks": 50_256,
-        "bos": 50_256,
-        "chat_from": 50_257,
-    },
-    "gpt4": {
-        "pattern": GPT4_PATTERN,
-        "file": "cl100k_base.tiktoken",
-        "url": "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken",
-        "sha256": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        "ranks": 100_256,
-        "bos": 100_257,
-        "chat_from": 100_277,  # after cl100k's own special tokens, the last of which is 100276
-    },
-}
-
-
-def gpt2_tokenizer(ranks_file: Path) -> Tokenizer:
-    """GPT-2's vocabulary: <|endoftext|> (50256) is the bos, the eight chat tokens follow; 50,265 in all."""
-    return _known_tokenizer("gpt2", ranks_file)
-
-
-def gpt4_tokenizer(ranks_file: Path) -> Tokenizer:
-    """GPT-4's (cl100k_base): <|endoftext|> (100257) is the bos, chat tokens from 100277; 100,285 in all."""
-    return _known_tokenizer("gpt4", ranks_file)
-
-
-def find_ranks(name: str) -> Path | None:
-    """Where this machine has the ranks of "gpt2" or "gpt4", or None. Nothing is downloaded."""
-    known = _KNOWN[name]
-    places = [tokenizers_dir() / known["file"]]
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cached = hashlib.sha1(known["url"].encode(), usedforsecurity=False).hexdigest()
-    places.append(Path(cache or Path(tempfile.gettempdir()) / "data-gym-cache") / cached)
-    places.append(Path("..") / "shared" / "data" / known["file"])
-    return next((place for place in places if place.is_file()), None)
-
-
-def _known_tokenizer(name: str, ranks_file: Path) -> Tokenizer:
-    known = _KNOWN[name]
-    text = _read_capped(ranks_file, _MAX_RANKS_BYTES)
-    ranks = _parse_ranks(text, ranks_file)
-    if len(ranks) != known["ranks"] or hashlib.sha256(text).hexdigest() != known["sha256"]:
-        raise UserError(
-            f"{ranks_file} does not hold {name}'s {known['ranks']} ranks unchanged (it has {len(ranks)}): "
-            f"get it anew from {known['url']}"
-        )
-    special = {_END_OF_TEXT: known["bos"]}
-    special |= {token: known["chat_from"] + i for i, token in enumerate(CHAT_TOKENS)}
-    return Tokenizer(name, known["pattern"], ranks, special, bos=_END_OF_TEXT)
-
-
-# -- text that tiktoken can take ---------------------------------------------------------------------
+# -- text that tiktoken accepts ----------------------------------------------------------------------
 
 
 def _valid(text: str) -> str:
-    """The text itself, or with surrogate pairs joined and lone surrogates as U+FFFD."""
+    """The text, with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -383,7 +316,7 @@ def _valid(text: str) -> str:
 
 
 def _pieces(text: str) -> list[str]:
-    """The text, cut after each aligned block of 65,536 characters that is all blank."""
+    """The text, cut after each aligned block of 65,536 characters that is all whitespace."""
     pieces, start = [], 0
     for end in range(_BLOCK, len(text), _BLOCK):
         if text[end - _BLOCK : end].isspace():
@@ -394,7 +327,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _chunks(texts: Sequence[str], wanted: int) -> list[Sequence[str]]:
-    """Consecutive texts in at most about `wanted` groups of similar size in characters."""
+    """Groups of consecutive texts, at most about `wanted`, with similar numbers of characters."""
     target = sum(map(len, texts)) / wanted
     chunks, start, size = [], 0, 0
     for end, text in enumerate(texts, 1):
@@ -419,7 +352,7 @@ def _not_negative(ids: Iterable[int]) -> Iterator[int]:
 
 def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int], bos: str) -> None:
     def fail(fault: str) -> UserError:
-        return UserError(f"Tokenizer {name!r} {fault}: copy its folder anew or train it again.")
+        return UserError(f"Tokenizer {name!r} {fault}: copy its folder again or train it again.")
 
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise fail(f"has ranks that are not 0 to {len(ranks) - 1}, each once")
@@ -433,23 +366,23 @@ def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
     if len(set(special.values())) < len(special):
         raise fail("gives two special tokens the same id")
     if min(special.values()) < len(ranks):
-        raise fail(f"has a special token with id {min(special.values())}, which is an ordinary one")
+        raise fail(f"has a special token with id {min(special.values())}, which is an ordinary token")
     if max(special.values()) >= MAX_VOCAB:
-        raise fail(f"has a special token with id {max(special.values())}, past the limit of {MAX_VOCAB}")
+        raise fail(f"has a special token with id {max(special.values())}, above the limit of {MAX_VOCAB}")
 
 
-def _read_capped(path: Path, limit: int) -> bytes:
+def read_capped(path: Path, limit: int) -> bytes:
     try:
         with path.open("rb") as file:
             content = file.read(limit + 1)
     except OSError as error:
-        raise UserError(f"Cannot read {path} ({error.strerror}): name a tokenizer that is there.") from error
+        raise UserError(f"Cannot read {path} ({error.strerror}): name an existing tokenizer.") from error
     if len(content) > limit:
-        raise UserError(f"{path} is larger than {limit} bytes: it is no tokenizer file.")
+        raise UserError(f"{path} is larger than {limit} bytes: it is not a tokenizer file.")
     return content
 
 
-def _parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
+def parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(text.split(b"\n"), 1):
         if not line:
@@ -459,19 +392,19 @@ def _parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise UserError(
-                f"{path} line {number} is not 'base64 rank': copy the folder anew or train it again."
+                f"{path} line {number} is not 'base64 rank': copy the folder again or train it again."
             ) from None
         if len(ranks) > MAX_VOCAB:
-            raise UserError(f"{path} has more than {MAX_VOCAB} ranks: it is no tokenizer of ours.")
+            raise UserError(f"{path} has more than {MAX_VOCAB} ranks: it is not a nanorun tokenizer.")
     return ranks
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     def fail(fault: str) -> UserError:
-        return UserError(f"{path} {fault}: copy the tokenizer folder anew or train it again.")
+        return UserError(f"{path} {fault}: copy the tokenizer folder again or train it again.")
 
     try:
-        config = json.loads(_read_capped(path, _MAX_CONFIG_BYTES).decode("utf-8"))
+        config = json.loads(read_capped(path, _MAX_CONFIG_BYTES).decode("utf-8"))
     except (ValueError, RecursionError):
         raise fail("is not JSON") from None
     if not isinstance(config, dict) or config.get("format") != _FORMAT:
@@ -492,7 +425,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     }
     for field, kind in kinds.items():
         if type(config.get(field)) is not kind:
-            raise fail(f"lacks a proper {field!r}")
+            raise fail(f"lacks a valid {field!r}")
     if any(type(token_id) is not int for token_id in config["special_tokens"].values()):
-        raise fail("has a special token whose id is not a whole number")
+        raise fail("has a special token whose id is not an integer")
     return config

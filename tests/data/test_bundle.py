@@ -84,11 +84,11 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(folder, monkeypatch, kin
     if kind == ".zip":
         path.write_bytes(zipped({"eval_bundle/eval_data/zeros.jsonl": b"0" * 200_000}))
     assert path.stat().st_size < 5_000
-    monkeypatch.setattr(bundles, "_MOST_BYTES_OF_ONE", 100_000)
-    with pytest.raises(UserError, match="no file of a bundle is that large"):
+    monkeypatch.setattr(bundles, "_MAX_MEMBER_BYTES", 100_000)
+    with pytest.raises(UserError, match="not a CORE bundle"):
         open_bundle(path).read("eval_data/zeros.jsonl")
-    monkeypatch.setattr(bundles, "_MOST_BYTES", 150_000)
-    with pytest.raises(UserError, match="it is no CORE bundle"):
+    monkeypatch.setattr(bundles, "_MAX_BYTES", 150_000)
+    with pytest.raises(UserError, match="it is not a CORE bundle"):
         open_bundle(path)
 
 

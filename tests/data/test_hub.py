@@ -20,7 +20,7 @@ from nanorun.data.get import GPT2, get_dataset
 from nanorun.data.hub import CORPORA, check_bin, check_parquet, fetch_corpus, list_files
 from nanorun.data.sources import open_source
 from nanorun.errors import UserError
-from nanorun.text.tokenizer import gpt2_tokenizer
+from nanorun.text.store import public_tokenizer
 
 CLIMBMIX = CORPORA["climbmix"]
 
@@ -153,7 +153,7 @@ def test_the_speedruns_tokens_become_a_dataset_of_gpt2(server: BadServer, home: 
 
 
 def test_the_fingerprint_kept_for_gpt2_is_that_of_its_ranks(shared_data: Path) -> None:
-    assert gpt2_tokenizer(shared_data / "gpt2.tiktoken").fingerprint == GPT2["fingerprint"]
+    assert public_tokenizer("gpt2", shared_data / "gpt2.tiktoken").fingerprint == GPT2["fingerprint"]
 
 
 def test_the_corpora_are_what_the_readme_of_each_says() -> None:

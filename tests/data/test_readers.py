@@ -132,21 +132,21 @@ def test_empty_documents_and_blank_lines_are_passed_over(tmp_path):
 def test_a_truncated_archive_is_refused(tmp_path, suffix):
     path = compress(tmp_path / f"a.jsonl{suffix}", jsonl([f"{i} {i * i}" for i in range(5000)]))
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-    assert "damaged or cut short" in fault(path)
+    assert "damaged or truncated" in fault(path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
 def test_an_archive_that_is_none_is_refused(tmp_path, suffix):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(b"this was never compressed")
-    assert "damaged or cut short" in fault(path)
+    assert "damaged or truncated" in fault(path)
 
 
 def test_a_truncated_parquet_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": TEXTS}), path)
     path.write_bytes(path.read_bytes()[:-20])
-    assert "damaged or cut short" in fault(path)
+    assert "damaged or truncated" in fault(path)
 
 
 def test_a_parquet_without_the_text_column_lists_those_it_has(tmp_path):
@@ -171,7 +171,7 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
         (b'{"text": "a"', "is not JSON"),
         (b"[1, 2]", "is not a JSON object"),
         (b'{"title": "a"}', "no column 'text'"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
         (b"[" * 100_000, "is not JSON"),
     ],
 )
@@ -198,7 +198,11 @@ def test_folders_are_searched_and_hidden_files_left_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nowhere.txt", "There is no file"), ("a.pdf", "Cannot tell"), ("empty", "holds no file")],
+    [
+        ("nowhere.txt", "There is no file"),
+        ("a.pdf", "no supported suffix"),
+        ("empty", "holds no supported file"),
+    ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_starts(tmp_path, name, words):
     (tmp_path / "a.pdf").write_bytes(b"%PDF")

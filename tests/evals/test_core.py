@@ -43,7 +43,7 @@ from nanorun.evals.core_scoring import (
 )
 from nanorun.evals.core_tasks import read_examples, read_tasks
 from nanorun.report.core import plot_core
-from nanorun.text.tokenizer import gpt2_tokenizer
+from nanorun.text.store import public_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = byte_tokenizer()
@@ -370,7 +370,7 @@ def test_all_tasks_of_the_real_bundle_load(core_archive):
 
 def test_the_real_bundle_is_evaluated_quickly_and_as_one_at_a_time(home, core_archive, shared_data):
     bundle = open_bundle(core_archive)
-    tokenizer = gpt2_tokenizer(shared_data / "gpt2.tiktoken")
+    tokenizer = public_tokenizer("gpt2", shared_data / "gpt2.tiktoken")
     model = OurModel(grown_model(tokenizer.vocab_size, depth=1, dim=32, context=512))
     options = CoreOptions(max_per_task=3)
     began = time.monotonic()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanorun.text.tokenizer import Tokenizer, gpt2_tokenizer, train_tokenizer
+from nanorun.text.store import public_tokenizer
+from nanorun.text.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = """
 the a of and to in harbour light river machine learns reading answer question small green morning letter
@@ -41,4 +42,4 @@ def gpt2(shared_data: Path) -> Tokenizer:
     return _gpt2(shared_data / "gpt2.tiktoken")
 
 
-_gpt2 = functools.cache(gpt2_tokenizer)
+_gpt2 = functools.cache(functools.partial(public_tokenizer, "gpt2"))

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanorun.text.stream import StreamDecoder
+from nanorun.text.chat import StreamDecoder
 from nanorun.text.tokenizer import Tokenizer
 
 

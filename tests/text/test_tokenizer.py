@@ -15,17 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanorun.errors import UserError
+from nanorun.text.store import GPT4_PATTERN, find_ranks, public_tokenizer
 from nanorun.text.tokenizer import (
     _BLOCK,
     _NEVER_ALLOWED,
     CHAT_TOKENS,
-    GPT4_PATTERN,
     SPECIAL_TOKENS,
     Tokenizer,
-    after_ranks,
-    find_ranks,
-    gpt2_tokenizer,
-    gpt4_tokenizer,
+    special_ids_from,
     train_tokenizer,
 )
 
@@ -68,7 +65,7 @@ def test_special_tokens_are_the_last_nine_ids_in_their_fixed_order(tokenizer: To
 def test_tokens_take_16_bits_exactly_when_the_vocabulary_allows(vocab_size: int, dtype: type) -> None:
     ranks = {bytes([b]): b for b in range(256)}
     ranks |= {b"a" + i.to_bytes(3, "big"): i for i in range(256, vocab_size - 9)}
-    large = Tokenizer("large", ".", ranks, after_ranks(len(ranks)))
+    large = Tokenizer("large", ".", ranks, special_ids_from(len(ranks)))
     assert large.vocab_size == vocab_size
     tokens, _ = large.encode_documents(["abc"])
     assert large.dtype == tokens.dtype == dtype
@@ -367,24 +364,24 @@ def test_files_of_absurd_size_are_not_read(saved: Path) -> None:
         Tokenizer.load(saved)
 
 
-special = after_ranks(503)
+special = special_ids_from(503)
 config_damage: dict[str, tuple[dict[str, object], str]] = {
     "newer version": ({"version": 2}, "has version 2"),
-    "pattern does not compile": ({"pattern": "("}, "not a valid expression"),
-    "pattern is no text": ({"pattern": None}, "proper 'pattern'"),
+    "pattern does not compile": ({"pattern": "("}, "not a valid regular expression"),
+    "pattern is no text": ({"pattern": None}, "valid 'pattern'"),
     "vocab_size differs": ({"vocab_size": 600}, "vocab_size 600"),
-    "vocab_size is a truth value": ({"vocab_size": True}, "proper 'vocab_size'"),
+    "vocab_size is a truth value": ({"vocab_size": True}, "valid 'vocab_size'"),
     "special missing": ({"special_tokens": {"<|bos|>": 503}}, "lacks the special token '<|user_start|>'"),
     "no specials": ({"special_tokens": {}}, "lacks the special token"),
     "special id is ordinary": ({"special_tokens": special | {"<|bos|>": 5}}, "id 5, which is an ordinary"),
     "special id negative": ({"special_tokens": special | {"<|bos|>": -1}}, "id -1"),
     "special id twice": ({"special_tokens": special | {"<|bos|>": 504}}, "the same id"),
-    "special id huge": ({"special_tokens": special | {"<|bos|>": 2**40}}, "past the limit"),
-    "special id is text": ({"special_tokens": special | {"<|bos|>": "503"}}, "not a whole number"),
+    "special id huge": ({"special_tokens": special | {"<|bos|>": 2**40}}, "above the limit"),
+    "special id is text": ({"special_tokens": special | {"<|bos|>": "503"}}, "not an integer"),
     "special with an odd name": ({"special_tokens": special | {"\ud800": 512}}, "special token named"),
     "bos unknown": ({"bos": "<|other|>"}, "lacks the special token '<|other|>'"),
     "name is a path": ({"name": "../x"}, "cannot name a tokenizer"),
-    "checksum missing": ({"ranks_sha256": None}, "proper 'ranks_sha256'"),
+    "checksum missing": ({"ranks_sha256": None}, "valid 'ranks_sha256'"),
 }
 
 
@@ -455,16 +452,16 @@ def test_gpt2_has_its_known_ids_and_the_chat_tokens_after_them(gpt2: Tokenizer, 
 
 
 def test_ranks_of_another_vocabulary_are_not_taken_for_gpts(saved: Path) -> None:
-    for make in (gpt2_tokenizer, gpt4_tokenizer):
+    for name in ("gpt2", "gpt4"):
         with pytest.raises(UserError, match="it has 503"):
-            make(saved / "ranks.tiktoken")
+            public_tokenizer(name, saved / "ranks.tiktoken")
 
 
 def test_gpt4_has_its_known_ids_where_its_ranks_are_here() -> None:
     found = find_ranks("gpt4")
     if found is None:
         pytest.skip("no cl100k_base.tiktoken on this machine")
-    gpt4 = gpt4_tokenizer(found)
+    gpt4 = public_tokenizer("gpt4", found)
     assert (gpt4.vocab_size, gpt4.bos, gpt4.dtype) == (100_285, 100_257, np.uint32)
     assert gpt4.special["<|user_start|>"] == 100_277
     assert gpt4.encode("Hello world") == [9906, 1917]
@@ -472,7 +469,7 @@ def test_gpt4_has_its_known_ids_where_its_ranks_are_here() -> None:
 
 @pytest.mark.parametrize("text", [" " * 2_000_000, " " * 2_000_000 + "x", "\r\n" * 600_000, "7" * 600_000])
 def test_gpt4s_pattern_takes_long_runs_too(text: str) -> None:
-    plain = Tokenizer("plain", GPT4_PATTERN, {bytes([b]): b for b in range(256)}, after_ranks(256))
+    plain = Tokenizer("plain", GPT4_PATTERN, {bytes([b]): b for b in range(256)}, special_ids_from(256))
     assert plain.decode(plain.encode_documents([text])[0].tolist()) == text
 
 

@@ -4,12 +4,12 @@ import pytest
 
 from nanorun.errors import UserError
 from nanorun.text.evaluate import SAMPLES, bytes_per_token, evaluate_tokenizers
-from nanorun.text.tokenizer import PATTERN, Tokenizer, after_ranks
+from nanorun.text.tokenizer import PATTERN, Tokenizer, special_ids_from
 
 
 @pytest.fixture
 def bytes_only() -> Tokenizer:
-    return Tokenizer("bytes", PATTERN, {bytes([b]): b for b in range(256)}, after_ranks(256))
+    return Tokenizer("bytes", PATTERN, {bytes([b]): b for b in range(256)}, special_ids_from(256))
 
 
 def test_a_tokenizer_without_merges_has_one_byte_a_token(bytes_only: Tokenizer) -> None:
