@@ -21,7 +21,7 @@ def measure_rates() -> dict[str, Any]:
 
     def microseconds(call: Any, times: int = 8) -> float:
         call()
-        times = []
+        measured = []
         for _ in range(times):
             flush.zero_()
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -29,8 +29,8 @@ def measure_rates() -> dict[str, Any]:
             call()
             after.record()
             torch.cuda.synchronize()
-            times.append(1e3 * before.elapsed_time(after))
-        return sorted(times)[len(times) // 2]
+            measured.append(1e3 * before.elapsed_time(after))
+        return sorted(measured)[len(measured) // 2]
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, device="cuda").bfloat16()
