@@ -7,6 +7,7 @@ Sum      two digits are to be added, by the calculator              rewarded 0 o
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ HERE = str(Path(__file__).resolve())
 
 
 class Echo:
-    name, baseline, letters = "echo", 1 / 8, None
+    name, baseline = "echo", 1 / 8
+    letters: Sequence[str] | None = None
 
     def __init__(self, split="train"):
         dice = random.Random(split)

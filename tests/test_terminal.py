@@ -182,8 +182,8 @@ def test_the_next_turn_reads_only_what_is_new_and_the_system_text_outlives_the_o
     with Speaker(Options()) as speaker:
         dialogue = Dialogue(speaker, Sampling(temperature=0), max_tokens=40, system="S" * 100)
         for question in ("hi", "sum"):
-            *_, (kind, _) = answer = list(dialogue.ask(question))
-            assert (kind, len(answer) > 5) == ("text", True)
+            *_, (kind, _) = pieces = list(dialogue.ask(question))
+            assert (kind, len(pieces) > 5) == ("text", True)
         answer = dialogue.ask("hi")
         list(answer)
         new = speaker.engine.stats.prefilled_tokens

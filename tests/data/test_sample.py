@@ -27,13 +27,13 @@ from nanorun.data.sample.lessons import lessons
 from nanorun.data.sample.letters import COMMON, spelling, words
 from nanorun.data.sample.numbers import in_words
 from nanorun.data.sample.phrases import PHRASINGS
-from nanorun.data.sample.rng import RandomStream
+from nanorun.data.sample.rng import RandomStream, Split
 from nanorun.data.sample.sentences import OPENERS
 from nanorun.data.sample.stories import stories
 from nanorun.data.sample.talk import ABOUT_ITS_WORK, ABOUT_ITSELF, GREETINGS, PARTINGS, Manners, stranger
 from nanorun.data.sample.world import Animal, Person, an, capital
 
-SPLITS = ("train", "val")
+SPLITS: tuple[Split, ...] = ("train", "val")
 PINS = {
     ("documents", "train"): "538f1ced7992710043f932e7ad8e54487e5a400ba8c24b363a832776c579f790",
     ("documents", "val"): "0a0acd7bb4be51b578bb59b0814d47363ddf0eda98ac8468f254ac561d6c9ae2",
@@ -293,7 +293,8 @@ def test_lists_are_complete() -> None:
 
 
 def test_he_and_she_are_used_as_the_table_says(texts: dict[str, list[str]]) -> None:
-    pronouns = {being.name: being.pronoun for being in (*world().people, *world().animals)}
+    beings: list[Any] = [*world().people, *world().animals]
+    pronouns = {being.name: being.pronoun for being in beings}
     checked = 0
     for text in texts["train"] + texts["val"]:
         for name, things, said in re.findall(r"(\w+) has \d+ (\w+) and .*?How many \2 does (\w+) have", text):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def all_right(encoded: EncodedTask, model, batch_tokens: int = 500) -> np.ndarra
 
 
 def test_multiple_choice_takes_the_lowest_mean_loss_of_the_choices_own_tokens():
-    pool = [{"query": "colour?", "choices": ["red", "reddish", "blue"], "gold": 0}]
+    pool: list[dict[str, Any]] = [{"query": "colour?", "choices": ["red", "reddish", "blue"], "gold": 0}]
     encoded = encode_examples(task("multiple_choice"), pool, 1, TOKENIZER)
     scores = score_tasks(KnownModel(TOKENIZER.vocab_size, bigram), [encoded], 100)
     shared = len("colour? ")
@@ -88,7 +89,9 @@ def test_multiple_choice_takes_the_lowest_mean_loss_of_the_choices_own_tokens():
 
 
 def test_schema_scores_the_common_end_after_each_context():
-    pool = [{"context_options": ["The cat", "A dog here"], "continuation": "sat.", "gold": 1}]
+    pool: list[dict[str, Any]] = [
+        {"context_options": ["The cat", "A dog here"], "continuation": "sat.", "gold": 1}
+    ]
     encoded = encode_examples(task("schema"), pool, 1, TOKENIZER)
     scores = score_tasks(KnownModel(TOKENIZER.vocab_size, bigram), [encoded], 100)
     expected = [bigram_loss(f"{c} sat.", len(c)) for c in pool[0]["context_options"]]
@@ -115,13 +118,15 @@ def test_a_continuation_is_right_only_if_every_token_is_the_likeliest():
 
 
 def test_equal_choices_are_a_tie_that_the_first_wins():
-    pool = [{"query": "q", "choices": ["same", "same"], "gold": gold} for gold in (0, 1)]
+    pool: list[dict[str, Any]] = [
+        {"query": "q", "choices": ["same", "same"], "gold": gold} for gold in (0, 1)
+    ]
     encoded = encode_examples(task("multiple_choice"), pool, 2, TOKENIZER)
     assert all_right(encoded, KnownModel(TOKENIZER.vocab_size, bigram)).tolist() == [True, False]
 
 
 def test_a_sequence_too_long_loses_its_left_and_is_scored_as_what_remains():
-    pool = [{"query": "a long question", "choices": ["yes", "no, never"], "gold": 0}]
+    pool: list[dict[str, Any]] = [{"query": "a long question", "choices": ["yes", "no, never"], "gold": 0}]
     encoded = encode_examples(task("multiple_choice"), pool, 1, TOKENIZER)
     seen: list[list[int]] = []
 
@@ -136,7 +141,7 @@ def test_a_sequence_too_long_loses_its_left_and_is_scored_as_what_remains():
 
 
 def test_a_continuation_longer_than_the_context_is_scored_behind_its_first_token():
-    pool = [{"context": "x", "continuation": "abcdefgh"}]
+    pool: list[dict[str, Any]] = [{"context": "x", "continuation": "abcdefgh"}]
     encoded = encode_examples(task("language_modeling"), pool, 1, TOKENIZER)
     model = KnownModel(TOKENIZER.vocab_size, bigram, context=4)
     scores = score_tasks(model, [encoded], 100)
@@ -243,7 +248,7 @@ def test_batches_keep_to_their_tokens_and_hold_every_target_once(mixed):
 
 
 def test_letters_as_answers_are_one_row_for_all_choices():
-    pool = [{"query": f"{i}?", "choices": list("ABCD"), "gold": 0} for i in range(3)]
+    pool: list[dict[str, Any]] = [{"query": f"{i}?", "choices": list("ABCD"), "gold": 0} for i in range(3)]
     encoded = encode_examples(task("multiple_choice"), pool, 3, TOKENIZER)
     rows = plan_rows([encoded], 1024, share_prefixes=False)
     assert [row.tokens for row in rows] == [len("0? ") + 1] * 3

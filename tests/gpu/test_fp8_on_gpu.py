@@ -182,7 +182,7 @@ def test_the_compiled_loss_with_its_head_in_eight_bits_agrees_with_float64(rows)
     fast = torch.compile(chunked_loss, dynamic=False, fullgraph=True)(
         x, weight, targets, 15.0, 1000, "sum", 512, True, copied(weight)
     )
-    truth = plain_loss(*exact, targets, 15.0, 1000)
+    truth = plain_loss(exact[0], exact[1], targets, 15.0, 1000)
     fast.backward()
     truth.backward()
     assert abs(fast.item() / truth.item() - 1) < 2e-3

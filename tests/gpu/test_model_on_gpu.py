@@ -43,7 +43,7 @@ def test_attention_backends_agree_with_the_definition_in_float64(backend, window
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     torch._dynamo.reset()  # it allows a piece of code eight graphs
     call = torch.compile(attend, dynamic=False, fullgraph=True) if backend in ("flex", "flash") else attend
-    outs = [call(q, k, v, window, backend), attend(*exact, window, "plain")]
+    outs = [call(q, k, v, window, backend), attend(exact[0], exact[1], exact[2], window, "plain")]
     weight = torch.linspace(-1, 1, outs[0].numel(), device="cuda").view_as(outs[0])
     for out in outs:
         (out.double() * weight).sum().backward()

@@ -1,6 +1,7 @@
 """Small models to generate with: random ones of many shapes, and one that knows a text by heart."""
 
 import random
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ VOCAB = 97
 TEXT = "Grüße aus 東京! Ein 🙂 für dich. "
 
 # Windows shorter than any prompt, odd sizes, each switch off, grouped queries, one layer.
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "all": {},
     "grouped": {"kv_heads": 2, "short_window": 5},
     "one kv head": {"kv_heads": 1, "windows": "S", "short_window": 1},

@@ -36,9 +36,11 @@ def test_a_slot_can_be_cut_exactly_as_far_as_the_rule_says(high):
     earliest = written(high)[1].min_truncation(high)
     assert earliest == (0 if high <= 16 else high - 6)
     for length in range(max(earliest, 1), high):
-        assert goes_on_right(*written(high), 0, length)
+        weights, cache = written(high)
+        assert goes_on_right(weights, cache, 0, length)
     if earliest > 3:
-        assert not goes_on_right(*written(high), 0, earliest - 3), "further back a key of the window is lost"
+        weights, cache = written(high)
+        assert not goes_on_right(weights, cache, 0, earliest - 3), "further back a key of the window is lost"
 
 
 def test_a_slot_that_was_cut_can_be_cut_again_from_its_high_water_mark():

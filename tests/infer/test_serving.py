@@ -125,14 +125,14 @@ def test_many_clients_stream_at_once(engine, tokenizer):
 
 
 def test_leaving_a_stream_frees_its_slot(parrot, tokenizer):
-    async def leave():
+    async def leave(engine):
         stream = engine.stream(ask(tokenizer))
         async for _ in stream:
             break
         await stream.aclose()
 
     with Engine(parrot, tokenizer, Settings(slots=1)) as engine:
-        asyncio.run(leave())
+        asyncio.run(leave(engine))
         reply = engine.generate([ask(tokenizer, max_tokens=4)])[0]
         assert reply.finish == "length"
         assert engine.stats.sampled_tokens < 100, "the one that was left did not go on to its end"

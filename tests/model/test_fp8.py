@@ -280,7 +280,7 @@ def test_the_loss_with_its_head_in_eight_bits_agrees_with_float64(chunk, piece, 
     targets = torch.randint(-1, 100, (2, 50), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     wide = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
     fast = 0.37 * chunked_loss(x, weight, targets, 15.0, 100, "sum", chunk, True, copied(weight), exact)
-    truth = 0.37 * plain_loss(*wide, targets, 15.0, 100)
+    truth = 0.37 * plain_loss(wide[0], wide[1], targets, 15.0, 100)
     fast.backward()
     truth.backward()
     assert fast.item() == pytest.approx(truth.item(), rel=3e-4 if exact else 3e-3)

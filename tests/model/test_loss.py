@@ -106,7 +106,7 @@ def test_bf16_activations_with_float32_master_weights(size):
         exact = [x16.double().requires_grad_(), weight32.bfloat16().double().requires_grad_()]
     x16.requires_grad_()
     weight32.requires_grad_()
-    truth = value_and_gradients(plain_loss(*exact, targets, 15.0, 311), *exact)
+    truth = value_and_gradients(plain_loss(exact[0], exact[1], targets, 15.0, 311), *exact)
     plain = value_and_gradients(plain_loss(x16, weight32, targets, 15.0, 311), x16, weight32)
     ours = value_and_gradients(
         chunked_loss(x16, weight32, targets, 15.0, 311, chunk_tokens=50), x16, weight32

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -177,7 +178,7 @@ def test_the_sample_worlds_test_asks_in_words_that_training_never_used():
         prompts = [task[i]["messages"][0]["content"] for i in range(len(task))]
         assert not asked & set(prompts), name
     assert "What is 12 + 30?" not in asked
-    facts = open_task("sample-facts", "test")
+    facts: Any = open_task("sample-facts", "test")
     assert {q.answer for q in facts.questions} <= {fact.answer for fact in sample.world().facts}
 
 

@@ -5,6 +5,7 @@ import json
 import tarfile
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -298,7 +299,7 @@ def test_a_wrong_count_by_hand_on_the_way_is_not_the_answer(tmp_path):
 
 @pytest.mark.parametrize("name", CHATCORE)
 def test_real_files_read_whole_and_their_own_answers_are_right(real, name, tokenizers):
-    task = open_task(name, "test", real)
+    task: Any = open_task(name, "test", real)
     sizes = {"arc-easy": 2376, "arc-challenge": 1172, "mmlu": 14042, "gsm8k": 1319, "humaneval": 164}
     assert len(task) == sizes.get(name, 256)
     for i in range(0, len(task), max(len(task) // 40, 1)):
@@ -317,7 +318,7 @@ def test_real_humaneval_solutions_pass_in_the_sandbox(real):
         Sandbox.probe()
     except SandboxUnavailable as problem:
         pytest.skip(f"no sandbox on this machine: {problem}")
-    task = open_task("humaneval", "test", real)
+    task: Any = open_task("humaneval", "test", real)
     for i in range(0, 164, 16):
         record = task._records[i]
         for reply in (task[i]["messages"][1]["content"], record["canonical_solution"]):

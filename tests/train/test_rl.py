@@ -287,8 +287,9 @@ def test_a_finished_run_is_not_repeated_and_keeps_its_parent(world):
     assert learn_again("done") == done
     with pytest.raises(UserError, match=r"rl\.clip"):
         learn_again("done", clip=0.1)
+    _, config, learning = configured("x", parent="echoes")
     with pytest.raises(UserError, match="start from itself"):
-        rl.train_rl("echoes", *configured("x", parent="echoes")[1:], rl.RLOptions(), open_task)
+        rl.train_rl("echoes", config, learning, rl.RLOptions(), open_task)
 
 
 def learn_again(name, **changes):
@@ -353,7 +354,12 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeyp
         return original(model, batch, temperature)
 
     monkeypatch.setattr(rl, "token_logprobs", small)
-    monkeypatch.setattr(GPT, "renew", lambda model: (events.append("renews"), renew(model))[1])
+
+    def watched_renew(model):
+        events.append("renews")
+        return renew(model)
+
+    monkeypatch.setattr(GPT, "renew", watched_renew)
     learn("narrow", options=rl.RLOptions(fresh=True, device_batch=24))
     assert "continuing with 3" in capsys.readouterr().err
     one, other = weights_of(world, "roomy"), weights_of(world, "narrow")

@@ -11,6 +11,7 @@ import tarfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def write_mixture(home: Path) -> None:
         return " ".join(dice.choices(WORDS, k=dice.randrange(1, most)))
 
     def turn(most: int) -> list[dict]:
-        answer = words(most)
+        answer: Any = words(most)
         if dice.random() < 0.3:
             answer = [
                 {"type": "text", "text": answer},

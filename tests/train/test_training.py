@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -397,13 +398,18 @@ def test_documents_are_masked_in_training_and_in_evaluation_alike(world):
     t = assembled(masked, "masked-batch")
     with t.loader, t.run:
         _, _, docs = loop.to_device(next(t.loader), t.device, True)
-        seen = []
+        seen: list[Any] = []
         forward, t.forward = t.forward, None
+
+        def watched(*args):
+            seen.append(args[2])
+            return forward(*args)
+
         t.evaluate = bpb_evaluator(
             open_source(base.open_dataset("sample"), "val", open_tokenizer("sample")),
             masked.model,
             open_tokenizer("sample"),
-            lambda *args: seen.append(args[2]) or forward(*args),
+            watched,
             t.device,
             8,
             512,
