@@ -106,7 +106,8 @@ def eval_core(
     from nanorun.console import say
     from nanorun.evals.core import CoreOptions, evaluate_hugging_face, evaluate_run_core
     from nanorun.provenance import write_result
-    from nanorun.report.core import check_suffix, plot_core
+    from nanorun.report.core_plot import plot_core
+    from nanorun.report.plots import check_suffix
 
     if model is not None and hf is not None:
         raise UserError("--model names a run of yours and --hf a folder of another's: give one of them.")

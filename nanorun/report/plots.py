@@ -1,18 +1,18 @@
-"""Pictures of runs, from their metrics.
+"""Plots of runs, from their metrics.
 
-One figure of four panels: training loss, validation bits per byte, speed, and the gradient's norm (the
-learning rate where no norm was recorded; ChatCORE, where a chat model was asked on the way). For reinforcement
-learning: reward, held-out pass@k, the length of replies, and how much chance is left in them. Each measurement
-is drawn lightly and its moving median over it; the last value stands at the end of its line, in its colour. A
-loss that is NaN, infinite or missing leaves a gap. A run that went back to a checkpoint is drawn once: the last
-record of a step is the one that counts.
+One figure of four panels: training loss, validation bits per byte, throughput, and the gradient norm (the learning
+rate if no norm was recorded; ChatCORE if it was evaluated during training). For reinforcement learning: reward,
+held-out pass@k, the length of replies, and their entropy. Each measurement is drawn lightly with its moving median
+on top; the last value is at the end of its line, in its color. A loss that is NaN, infinite or missing leaves a gap.
+A run that rolled back to a checkpoint is drawn once: the last record of a step counts.
 
-Text is large enough for a phone and the background is white, so a picture reads the same in light and dark
-pages. matplotlib is used through its objects, never pyplot: no global state, no window, any thread.
+Text is large enough for a phone and the background is white, so a plot reads the same on light and dark pages.
+The code uses matplotlib's objects, never pyplot: no global state, no window, any thread.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 Dash = Literal["-", "--", ":"]
 Records = Sequence[Mapping[str, Any]]
 Runs = Sequence[tuple[str, Records]]
+Ends = list[tuple[float, str]]  # the last value of each line of a panel, and its color
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8528f", "#b07d00", "#3a9fd6", "#444444")  # told apart by all
-_DASHES: tuple[Dash, ...] = ("-", "--", ":")  # once the colours are used up
-_INK, _FAINT = "#222222", "#8a8a8a"
-_MOST_POINTS = 2000  # of a line; a phone has no more pixels, and an SVG stays small
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8528f", "#b07d00", "#3a9fd6", "#444444")  # colorblind-safe
+_DASHES: tuple[Dash, ...] = ("-", "--", ":")  # once the colors are used up
+_INK, FAINT = "#222222", "#8a8a8a"
+_MAX_POINTS = 2000  # per line; a phone has no more pixels, and an SVG stays small
 _LABEL_HEIGHT = 13  # points
-_SMOOTH, _NOISY = 60, 12  # a moving median reaches over this part of a line, either side
-_MOST_LABELS = 6  # in a panel; more would not stand beside their lines
+# The moving median covers this fraction of a line on either side.
+_SMOOTH, _NOISY = 60, 12
+_MAX_LABELS = 6  # per panel; more would not fit beside their lines
 _STYLE: Any = {
     "font.size": 12,
     "axes.titlesize": 13,
@@ -44,7 +46,7 @@ _STYLE: Any = {
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _FAINT,
+    "axes.edgecolor": FAINT,
     "axes.labelcolor": _INK,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -52,7 +54,7 @@ _STYLE: Any = {
     "xtick.color": _INK,
     "ytick.color": _INK,
     "text.color": _INK,
-    "text.parse_math": False,  # a run's name is no formula
+    "text.parse_math": False,  # a run's name is not a formula
     "svg.hashsalt": "nanorun",  # the same metrics give the same file
 }
 
@@ -67,24 +69,33 @@ class _Line:
     dash: Dash
 
     @property
-    def shown(self) -> np.ndarray:
+    def finite(self) -> np.ndarray:
         return np.flatnonzero(np.isfinite(self.y))
 
 
 def plot_loss(runs: Runs, path: Path) -> Path:
-    """Draws one run, or several to compare, into a .png or .svg file."""
-    return _plot(runs, path, _draw)
+    """Plots one run, or several to compare, to a .png or .svg file."""
+    with new_figure(path, (10, 7.2)) as figure:
+        _draw_loss(figure, runs)
+    return path
 
 
 def plot_reward(runs: Runs, path: Path) -> Path:
     """The same for runs of reinforcement learning."""
-    return _plot(runs, path, _draw_reward)
+    with new_figure(path, (10, 7.2)) as figure:
+        _draw_reward(figure, runs)
+    return path
 
 
-def _plot(runs: Runs, path: Path, draw: Callable[["Figure", Runs], None]) -> Path:
-    path = Path(path)
+def check_suffix(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"A plot is a .png or a .svg file, and '{path.name}' is neither: choose one of them.")
+
+
+@contextmanager
+def new_figure(path: Path, size: tuple[float, float]) -> Iterator["Figure"]:
+    """A figure to draw in, saved to the path at the end of the block."""
+    check_suffix(path)
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -93,173 +104,158 @@ def _plot(runs: Runs, path: Path, draw: Callable[["Figure", Runs], None]) -> Pat
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(_STYLE):
-        figure = Figure(figsize=(10, 7.2), facecolor="white", layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
-        draw(figure, runs)
+        figure = Figure(figsize=size, facecolor="white", layout="constrained")
+        yield figure
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-    return path
 
 
-def _draw(figure: "Figure", runs: Runs) -> None:
-    (loss, bpb), (speed, last) = panels = figure.subplots(2, 2)
-    steps = [_by_step(records, "step") for _, records in runs]
-    evals = [_by_step(records, "eval") for _, records in runs]
-    chats = [_by_step(records, "chat") for _, records in runs]
+def _draw_loss(figure: "Figure", runs: Runs) -> None:
+    (loss, bpb), (speed, last) = figure.subplots(2, 2)
+    steps, evals, chats = ([_by_step(r, kind) for _, r in runs] for kind in ("step", "eval", "chat"))
     by_tokens = any("tokens" in record for run in steps + evals for record in run)
 
-    def lines(records: list[list[Mapping[str, Any]]], key: str) -> list[_Line]:
-        return [
-            _Line(
-                _tokens(mine, steps[i]) if by_tokens else np.array([_number(r.get("step")) for r in mine]),
-                np.array([_number(record.get(key)) for record in mine], dtype=float),
-                _COLORS[i % len(_COLORS)],
-                _DASHES[i // len(_COLORS) % len(_DASHES)],
-            )
-            for i, mine in enumerate(records)
-        ]
+    def lines(records: list[Records], key: str) -> list[_Line]:
+        x = [_tokens(mine, steps[i]) for i, mine in enumerate(records)] if by_tokens else None
+        return _lines(records, key, x)
 
     losses, norms = lines(steps, "loss"), lines(steps, "grad_norm")
-    ends = [
-        _panel(loss, "training loss, nats a token", losses, smooth=_SMOOTH),
-        _panel(bpb, "validation, bits per byte", lines(evals, "val_bpb")),
-        _panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=_SMOOTH),
-    ]
-    _look_past_the_start(loss, losses)
+    ends = {
+        loss: _draw_panel(loss, "training loss, nats a token", losses, smooth=_SMOOTH),
+        bpb: _draw_panel(bpb, "validation, bits per byte", lines(evals, "val_bpb")),
+        speed: _draw_panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=_SMOOTH),
+    }
+    _clip_outliers(loss, losses)
     if any(chats):
-        ends.append(_panel(last, "ChatCORE (1 is all right)", lines(chats, "chatcore")))
-    elif any(len(line.shown) for line in norms):
-        ends.append(_panel(last, "gradient norm", norms, smooth=_SMOOTH))
-        _look_past_the_start(last, norms)
+        ends[last] = _draw_panel(last, "ChatCORE (1 is all right)", lines(chats, "chatcore"))
+    elif any(len(line.finite) for line in norms):
+        ends[last] = _draw_panel(last, "gradient norm", norms, smooth=_SMOOTH)
+        _clip_outliers(last, norms)
     else:
-        ends.append(_panel(last, "learning rate, share of its peak", lines(steps, "lr"), marks=False))
+        title = "learning rate, share of its peak"
+        ends[last] = _draw_panel(last, title, lines(steps, "lr"), markers=False)
     for axes in (speed, last):
         axes.yaxis.set_major_formatter(lambda value, _: count(value))
         axes.set_ylim(bottom=0)
     if any(chats):
         last.set_ylim(-0.02, 1.02)
-    _share_x(list(panels.flat), "tokens" if by_tokens else "steps")
-    _name_runs(figure, [name for name, _ in runs], losses)
-    figure.draw_without_rendering()  # labels are moved apart on the page, so the page must be laid out
-    for axes, values in zip(panels.flat, ends, strict=True):
-        if len(values) <= _MOST_LABELS:
-            _label_ends(axes, values, count if axes is speed else _digits)
+    _finish(figure, runs, ends, losses, "tokens" if by_tokens else "steps", counts=speed)
 
 
 def _draw_reward(figure: "Figure", runs: Runs) -> None:
-    (reward, passes), (length, entropy) = panels = figure.subplots(2, 2)
-    steps = [_by_step(records, "step") for _, records in runs]
-    evals = [_by_step(records, "eval") for _, records in runs]
-
-    def lines(records: list[list[Mapping[str, Any]]], key: str, dash: Dash | None = None) -> list[_Line]:
-        return [
-            _Line(
-                np.array([_number(record.get("step")) for record in mine]),
-                np.array([_number(record.get(key)) for record in mine], dtype=float),
-                _COLORS[i % len(_COLORS)],
-                dash or _DASHES[i // len(_COLORS) % len(_DASHES)],
-            )
-            for i, mine in enumerate(records)
-        ]
-
-    rewards, held_out = lines(steps, "reward"), lines(evals, "val_reward", "--")
-    most = max((_passes(record) for run in evals for record in run), default=1)
-    ends = [
-        _panel(reward, "mean reward (dashed: held out)", rewards, smooth=_NOISY),
-        _panel(passes, f"held out: pass@1 (dashed: pass@{most})", lines(evals, "val_pass@1")),
-        _panel(length, "tokens in a reply", lines(steps, "length"), smooth=_NOISY),
-        _panel(entropy, "entropy, nats a token", lines(steps, "entropy"), smooth=_NOISY),
-    ]
-    for axes, more in ((reward, held_out), (passes, lines(evals, f"val_pass@{most}", "--"))):
-        for line in more:
-            axes.plot(
-                line.x, line.y, color=line.color, linestyle="--", linewidth=1.5, marker="o", markersize=4
-            )
+    (reward, passes), (length, entropy) = figure.subplots(2, 2)
+    steps, evals = ([_by_step(r, kind) for _, r in runs] for kind in ("step", "eval"))
+    rewards = _lines(steps, "reward")
+    k = max((_largest_k(record) for run in evals for record in run), default=1)
+    ends = {
+        reward: _draw_panel(reward, "mean reward (dashed: held out)", rewards, smooth=_NOISY),
+        passes: _draw_panel(passes, f"held out: pass@1 (dashed: pass@{k})", _lines(evals, "val_pass@1")),
+        length: _draw_panel(length, "tokens in a reply", _lines(steps, "length"), smooth=_NOISY),
+        entropy: _draw_panel(entropy, "entropy, nats a token", _lines(steps, "entropy"), smooth=_NOISY),
+    }
+    for axes, key in ((reward, "val_reward"), (passes, f"val_pass@{k}")):
+        for line in _lines(evals, key):
+            style: Any = {"linestyle": "--", "linewidth": 1.5, "marker": "o", "markersize": 4}
+            axes.plot(line.x, line.y, color=line.color, **style)
         axes.set_ylim(-0.02, 1.02)
     for axes in (length, entropy):
         axes.set_ylim(bottom=0)
-    _share_x(list(panels.flat), "steps")
-    _name_runs(figure, [name for name, _ in runs], rewards)
-    figure.draw_without_rendering()
-    for axes, values in zip(panels.flat, ends, strict=True):
-        if len(values) <= _MOST_LABELS:
-            _label_ends(axes, values, _digits)
+    _finish(figure, runs, ends, rewards, "steps")
 
 
-def _passes(record: Mapping[str, Any]) -> int:
-    """The largest k of a record's pass@k."""
-    return max([int(key[9:]) for key in record if key.startswith("val_pass@")], default=1)
+def _lines(records: Sequence[Records], key: str, x: Sequence[np.ndarray] | None = None) -> list[_Line]:
+    """One line per run; over steps unless `x` is given."""
+    return [
+        _Line(
+            _values(mine, "step") if x is None else x[i],
+            _values(mine, key),
+            COLORS[i % len(COLORS)],
+            _DASHES[i // len(COLORS) % len(_DASHES)],
+        )
+        for i, mine in enumerate(records)
+    ]
 
 
-def _panel(
-    axes: "Axes", title: str, lines: list[_Line], smooth: int | None = None, marks: bool = True
-) -> list[tuple[float, str]]:
-    """Draws the lines, smoothed over this part of them either side; returns the last value of each, and its colour."""
+def _draw_panel(
+    axes: "Axes", title: str, lines: list[_Line], smooth: int | None = None, markers: bool = True
+) -> Ends:
+    """Draws the lines, with a moving median over 1/`smooth` of them on either side."""
     axes.set_title(title, pad=8)
-    lines = [line for line in lines if len(line.shown)]
+    lines = [line for line in lines if len(line.finite)]
     if not lines:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_FAINT)
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=FAINT)
         axes.tick_params(left=False, labelleft=False)
         axes.grid(visible=False)
     ends = []
     for line in lines:
-        many = len(line.shown) > 30
-        thin = slice(None, None, max(len(line.x) // _MOST_POINTS, 1))
+        many = len(line.finite) > 30
+        thin = slice(None, None, max(len(line.x) // _MAX_POINTS, 1))
         y = line.y
         if smooth and many:
-            faint = 0.3 if len(lines) == 1 else 0.13
-            axes.plot(line.x[thin], y[thin], color=line.color, alpha=faint, linewidth=0.8)
-            y = smoothed(y, len(line.shown) // smooth)
-        marker = "o" if len(line.shown) == 1 or (marks and not many) else ""
-        axes.plot(
-            line.x[thin],
-            y[thin],
-            color=line.color,
-            linestyle=line.dash,
-            linewidth=2,
-            marker=marker,
-            markersize=5,
-        )
-        ends.append((float(y[line.shown[-1]]), line.color))
+            alpha = 0.3 if len(lines) == 1 else 0.13
+            axes.plot(line.x[thin], y[thin], color=line.color, alpha=alpha, linewidth=0.8)
+            y = moving_median(y, len(line.finite) // smooth)
+        marker = "o" if len(line.finite) == 1 or (markers and not many) else ""
+        style: Any = {"linestyle": line.dash, "linewidth": 2, "marker": marker, "markersize": 5}
+        axes.plot(line.x[thin], y[thin], color=line.color, **style)
+        ends.append((float(y[line.finite[-1]]), line.color))
     return ends
 
 
-def smoothed(y: np.ndarray, over: int) -> np.ndarray:
-    """The median of so many values either side (fewer near the start), which one spike does not move.
+def moving_median(y: np.ndarray, radius: int) -> np.ndarray:
+    """The median of `radius` values on either side (fewer near the start), which one spike does not move.
 
-    It looks as far ahead as back, so it does not trail behind a loss that falls fast. Gaps stay gaps.
+    The window is centered, so it does not lag behind a loss that falls fast. Gaps stay gaps.
     """
-    shown = np.flatnonzero(np.isfinite(y))
-    values, out = y[shown], np.full(len(y), np.nan)
-    for i, at in enumerate(shown):
-        out[at] = np.median(values[max(i - over, 0) : i + min(max(i, 2), over) + 1])
+    finite = np.flatnonzero(np.isfinite(y))
+    values, out = y[finite], np.full(len(y), np.nan)
+    for i, at in enumerate(finite):
+        out[at] = np.median(values[max(i - radius, 0) : i + min(max(i, 2), radius) + 1])
     return out
 
 
-def _look_past_the_start(axes: "Axes", lines: list[_Line]) -> None:
-    """The first steps fall so far, and a spike rises so high, that the rest would look flat: leave them out."""
+def _clip_outliers(axes: "Axes", lines: list[_Line]) -> None:
+    """Leaves the first steps and spikes out of the y range: they would make the rest look flat."""
     tops, bottoms = [], []
     for line in lines:
-        y = line.y[line.shown]
+        y = line.y[line.finite]
         if len(y):
             later = y[len(y) // 25 :] if len(y) > 50 else y
             tops.append(np.quantile(later, 0.995))
             bottoms.append(later.min())
     if tops:
-        room = 0.06 * (max(tops) - min(bottoms)) or 0.05 * abs(max(tops)) or 0.5
-        axes.set_ylim(min(bottoms) - room, max(tops) + room)
+        margin = 0.06 * (max(tops) - min(bottoms)) or 0.05 * abs(max(tops)) or 0.5
+        axes.set_ylim(min(bottoms) - margin, max(tops) + margin)
 
 
-def _label_ends(axes: "Axes", ends: list[tuple[float, str]], show: Callable[[float], str]) -> None:
-    """The last value of each line, at the right edge; labels that would touch are moved apart."""
+def _finish(
+    figure: "Figure",
+    runs: Runs,
+    ends: dict["Axes", Ends],
+    lines: list[_Line],
+    x_label: str,
+    counts: "Axes | None" = None,
+) -> None:
+    """The x axis, the names of the runs, and the last value of each line (as a count in the panel `counts`)."""
+    _share_x(list(ends), x_label)
+    _add_legend(figure, [name for name, _ in runs], lines)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
+    figure.draw_without_rendering()  # labels are moved apart in page units, so the layout must be known
+    for axes, values in ends.items():
+        if len(values) <= _MAX_LABELS:
+            _label_ends(axes, values, count if axes is counts else _digits)
+
+
+def _label_ends(axes: "Axes", ends: Ends, show: Callable[[float], str]) -> None:
+    """The last value of each line, at the right edge; labels that would overlap are moved apart."""
     points = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
     ends = sorted(ends)
     wanted = [axes.transData.transform((0, y))[1] * points for y, _ in ends]
     placed = list(wanted)
     for _ in range(50):
         for i in range(len(placed) - 1):
-            missing = _LABEL_HEIGHT - (placed[i + 1] - placed[i])
-            if missing > 0:
-                placed[i], placed[i + 1] = placed[i] - missing / 2, placed[i + 1] + missing / 2
+            overlap = _LABEL_HEIGHT - (placed[i + 1] - placed[i])
+            if overlap > 0:
+                placed[i], placed[i + 1] = placed[i] - overlap / 2, placed[i + 1] + overlap / 2
     for (y, color), at, place in zip(ends, wanted, placed, strict=True):
         axes.annotate(
             show(y),
@@ -290,7 +286,7 @@ def _share_x(panels: list["Axes"], name: str) -> None:
             axes.tick_params(bottom=False, labelbottom=False)
 
 
-def _name_runs(figure: "Figure", names: list[str], lines: list[_Line]) -> None:
+def _add_legend(figure: "Figure", names: list[str], lines: list[_Line]) -> None:
     from matplotlib.lines import Line2D
 
     if len(names) == 1:
@@ -301,29 +297,33 @@ def _name_runs(figure: "Figure", names: list[str], lines: list[_Line]) -> None:
         figure.legend(keys, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=13)
 
 
-def _by_step(records: Records, kind: str) -> list[Mapping[str, Any]]:
+def _by_step(records: Records, kind: str) -> Records:
     """Records of a kind in the order of their steps, the last of each step."""
     last = {record["step"]: record for record in records if record.get("kind") == kind and "step" in record}
     return [last[step] for step in sorted(last)]
 
 
-def _tokens(records: list[Mapping[str, Any]], steps: list[Mapping[str, Any]]) -> np.ndarray:
-    """Tokens trained on at each record; those that do not say lie between the steps that do."""
+def _tokens(records: Records, steps: Records) -> np.ndarray:
+    """Tokens trained on at each record; where a record has none, interpolated between steps."""
     known = [(r["step"], r["tokens"]) for r in steps if np.isfinite(_number(r.get("tokens")))]
     at, tokens = ([0, *column] for column in zip(*known, strict=True)) if known else ([0], [0])
-    return np.array(
-        [
-            r["tokens"] if np.isfinite(_number(r.get("tokens"))) else np.interp(r["step"], at, tokens)
-            for r in records
-        ],
-        dtype=float,
-    )
+    own, step = _values(records, "tokens"), [r["step"] for r in records]
+    return np.where(np.isfinite(own), own, np.interp(step, at, tokens) if step else own)
+
+
+def _largest_k(record: Mapping[str, Any]) -> int:
+    """The largest k of a record's pass@k."""
+    return max([int(key[9:]) for key in record if key.startswith("val_pass@")], default=1)
+
+
+def _values(records: Records, key: str) -> np.ndarray:
+    return np.array([_number(record.get(key)) for record in records], dtype=float)
 
 
 def _number(value: Any) -> float:
-    """NaN for whatever cannot be drawn."""
-    usable = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if usable else math.nan
+    """NaN for a value that cannot be drawn."""
+    is_drawable = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_drawable else math.nan
 
 
 def _digits(value: float) -> str:

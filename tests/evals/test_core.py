@@ -43,7 +43,7 @@ from nanorun.evals.core_scoring import (
     score_tasks,
 )
 from nanorun.evals.core_tasks import read_examples, read_tasks
-from nanorun.report.core import plot_core
+from nanorun.report.core_plot import plot_core
 from nanorun.text.store import public_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

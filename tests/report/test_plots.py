@@ -8,7 +8,7 @@ import pytest
 from nanorun.errors import UserError
 
 matplotlib = pytest.importorskip("matplotlib")
-from nanorun.report.plots import plot_loss, plot_reward, smoothed  # noqa: E402
+from nanorun.report.plots import moving_median, plot_loss, plot_reward  # noqa: E402
 
 BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)
 
@@ -139,9 +139,9 @@ def test_an_unknown_suffix_says_which_are_known(tmp_path):
 
 def test_smoothing_keeps_gaps_ignores_spikes_and_does_not_trail():
     y = np.linspace(10, 0, 101)
-    np.testing.assert_allclose(smoothed(y, 5)[5:-5], y[5:-5])
+    np.testing.assert_allclose(moving_median(y, 5)[5:-5], y[5:-5])
     y[50], y[70] = math.nan, 1000
-    smooth = smoothed(y, 5)
+    smooth = moving_median(y, 5)
     assert np.isnan(smooth[50])
     assert np.nanmax(smooth) <= 10
 
