@@ -8,7 +8,7 @@ import typer
 from nanorun import console
 from nanorun.cli.options import Json, Replace, example, show
 
-app = typer.Typer(help="Text to train on: get it, add your own, see what is here.", no_args_is_help=True)
+app = typer.Typer(help="Training data: download it, add your own, list it.", no_args_is_help=True)
 
 
 @app.command("get", epilog=example("nanorun data get fineweb-edu --shards 8"))
@@ -18,16 +18,17 @@ def data_get(
         typer.Argument(metavar="NAME...", help="sample, climbmix, fineweb-edu, fineweb10B or core."),
     ],
     shards: Annotated[
-        int | None, typer.Option(min=1, help="How many training shards (default: 8, about 1 GB).")
+        int | None, typer.Option(min=1, help="Number of training shards (default: 8, about 1 GB).")
     ] = None,
-    size: Annotated[str, typer.Option(help="How much of the sample world to write, such as 20MB.")] = "8MB",
-    seed: Annotated[int, typer.Option(min=0, help="Another seed tells other stories of the same world.")] = 0,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Downloads at a time.")] = 4,
+    size: Annotated[str, typer.Option(help="Size of the sample world, such as 20MB.")] = "8MB",
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the sample world: other texts about the same facts.")
+    ] = 0,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Parallel downloads.")] = 4,
     replace: Replace = False,
     as_json: Json = False,
 ) -> None:
-    """Gets named corpora, or CORE's tasks: the sample world is written here, the others are downloaded (and
-    resumed)."""
+    """Gets named corpora, or CORE's tasks. The sample world is generated, the others are downloaded (and resumed)."""
     from nanorun.data import bundle, get
 
     named = [name for name in names if name != "core"]
@@ -49,19 +50,19 @@ def data_add(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(help="What to call it (default: after the file or folder).")
+        str | None, typer.Option(help="Name of the dataset (default: that of the file or folder).")
     ] = None,
     val: Annotated[
-        Path | None, typer.Option(help="The validation text (default: one document in 100).")
+        Path | None, typer.Option(help="File with validation text (default: one document in 100).")
     ] = None,
-    column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     split: Annotated[
-        str | None, typer.Option(help="Split txt files into documents at this text (\\n is a line end).")
+        str | None, typer.Option(help="Split txt files into documents at this text (\\n is a line break).")
     ] = None,
     replace: Replace = False,
     as_json: Json = False,
 ) -> None:
-    """Makes a dataset of your own files."""
+    """Makes a dataset from your own files."""
     from nanorun.data.add import add_files
     from nanorun.data.get import dataset_record, datasets_table
 
@@ -77,7 +78,7 @@ def data_ls(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What data is here."""
+    """Lists the datasets of this home."""
     from nanorun.data.get import dataset_record, datasets_table, list_datasets
 
     datasets, broken = list_datasets(verify)
@@ -92,14 +93,12 @@ def data_ls(
 def data_tokenize(
     dataset: Annotated[str | None, typer.Argument(help="A dataset of text (default: the newest).")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's name (default: the newest).")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What to call the result (default: DATASET-TOKENIZER).")
-    ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="Threads; 0 is one a core.")] = 0,
+    name: Annotated[str | None, typer.Option(help="Name of the result (default: DATASET-TOKENIZER).")] = None,
+    threads: Annotated[int, typer.Option(min=0, help="Threads (0: one per core).")] = 0,
     replace: Replace = False,
     as_json: Json = False,
 ) -> None:
-    """Tokenizes a dataset once into memory-mapped .bin shards, so that training need not."""
+    """Tokenizes a dataset once into memory-mapped .bin shards, so that training does not have to."""
     from nanorun.data.bins import tokenize_dataset
     from nanorun.data.get import dataset_record, datasets_table, newest_text
     from nanorun.text.store import open_tokenizer

@@ -6,18 +6,16 @@ import typer
 
 from nanorun.cli.options import Json, Replace, example, show
 
-app = typer.Typer(help="The tokenizer: train one, compare it with others.", no_args_is_help=True)
+app = typer.Typer(help="Tokenizers: train one, compare it with others.", no_args_is_help=True)
 
 
 @app.command("train", epilog=example("nanorun tok train --vocab 32768 --data mine"))
 def tok_train(
-    vocab: Annotated[int, typer.Option(help="Tokens in all, the nine special ones included.")] = 32768,
-    data: Annotated[str | None, typer.Option(help="The dataset to learn from (default: the newest).")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What to call it (default: after the dataset and size).")
-    ] = None,
+    vocab: Annotated[int, typer.Option(help="Vocabulary size, the nine special tokens included.")] = 32768,
+    data: Annotated[str | None, typer.Option(help="Dataset to train on (default: the newest).")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the tokenizer (default: DATASET-VOCAB).")] = None,
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", help="Text to learn from at most, such as 2GB.")
+        str, typer.Option("--max-bytes", help="Maximum amount of training text, such as 2GB.")
     ] = "2GB",
     replace: Replace = False,
     as_json: Json = False,
@@ -37,12 +35,15 @@ def tok_eval(
         list[str] | None, typer.Option(help="Tokenizers to compare (default: the newest).")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Whose validation text (default: what it was trained on).")
+        str | None,
+        typer.Option(help="Dataset with the validation text (default: the one it was trained on)."),
     ] = None,
-    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Text to encode at most.")] = "100MB",
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", help="Maximum amount of text to encode.")
+    ] = "100MB",
     as_json: Json = False,
 ) -> None:
-    """Compression and speed on validation text, beside GPT-2's and GPT-4's where their files are at hand."""
+    """Compression and throughput on validation text, beside GPT-2's and GPT-4's if their files are available."""
     from nanorun import tables
     from nanorun.data.get import parse_size
     from nanorun.data.vocabulary import evaluate

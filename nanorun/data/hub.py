@@ -42,7 +42,6 @@ _LISTING_TIMEOUT = 30.0
 @dataclass(frozen=True)
 class Corpus:
     name: str
-    about: str
     repo: str
     kind: Kind
     train: str  # the format of a training shard's name
@@ -59,9 +58,9 @@ class Corpus:
 CORPORA = {
     corpus.name: corpus
     for corpus in (
+        # 400B tokens of ClimbMix web text, shuffled: nanochat's pretraining corpus
         Corpus(
             name="climbmix",
-            about="400B tokens of ClimbMix web text, shuffled: nanochat's pretraining corpus",
             repo="karpathy/climbmix-400b-shuffle",
             kind="parquet",
             train="shard_{:05d}.parquet",
@@ -69,9 +68,9 @@ CORPORA = {
             shards=6542,
             val="shard_06542.parquet",
         ),
+        # 100B tokens of educational web text, shuffled: nanochat's first pretraining corpus
         Corpus(
             name="fineweb-edu",
-            about="100B tokens of educational web text, shuffled: nanochat's first pretraining corpus",
             repo="karpathy/fineweb-edu-100b-shuffle",
             kind="parquet",
             train="shard_{:05d}.parquet",
@@ -79,9 +78,9 @@ CORPORA = {
             shards=1822,
             val="shard_01822.parquet",
         ),
+        # 10B tokens of FineWeb, already in GPT-2's tokens: the corpus of the NanoGPT speedruns
         Corpus(
             name="fineweb10B",
-            about="10B tokens of FineWeb, already in GPT-2's tokens: the corpus of the NanoGPT speedruns",
             repo="kjj0/fineweb10B-gpt2",
             kind="bin",
             train="fineweb_train_{:06d}.bin",

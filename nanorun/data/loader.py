@@ -2,8 +2,8 @@
 
 Three things run concurrently with training: one thread loads (and, for text, tokenizes) the next block, a second
 one packs rows and copies this rank's share of them into pinned memory, and the training loop takes finished
-batches from a short queue. The result does not depend on any of it: a batch carries the position behind it,
-`state()` is the position behind the last batch that was taken, and a loader made from it continues with the
+batches from a short queue. The result does not depend on any of it: a batch carries the position after it,
+`state()` is the position after the last batch that was taken, and a loader made from it continues with the
 next row, on any number of ranks, whatever was prefetched.
 
 How a batch is made: `Loader.__next__` takes it from the queue; `_produce` fills the queue with `_build_batch`;
@@ -45,7 +45,7 @@ class Batch:
     doc_starts: Tensor  # (D,) int32: where documents begin in inputs.flatten(), always at each row's start
     trained_tokens: int  # targets that count, over all ranks
     epoch: int
-    position: Position  # behind this batch
+    position: Position  # after this batch
 
 
 def to_device(
@@ -122,7 +122,7 @@ class Loader:
             self._set(rows, context)
 
     def state(self) -> dict[str, Any]:
-        """What a new loader needs to continue behind the last batch taken. Plain JSON, the same on every rank."""
+        """What a new loader needs to continue after the last batch taken. Plain JSON, the same on every rank."""
         return {
             "version": 1,
             "data": self.source.fingerprint,

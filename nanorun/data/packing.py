@@ -161,7 +161,7 @@ def _pack_padded(segments: Segments, capacity: int) -> PackingPlan:
 
 
 def _plan(ends: list[int], starts: list[int], lengths: list[int], lost: int) -> PackingPlan:
-    """Segments behind the last full row are left over."""
+    """Segments after the last full row are left over."""
     full = ends[-1] if ends else 0
     segments = Segments(np.array(starts, np.int64), np.array(lengths, np.int64))
     return PackingPlan(np.array(ends, np.int64), segments[:full], segments[full:], lost)

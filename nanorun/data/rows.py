@@ -171,7 +171,7 @@ class RowSequence:
 
     @property
     def _is_final(self) -> bool:
-        """Behind the last block of the last epoch: what is left makes one short row."""
+        """After the last block of the last epoch: what is left makes one short row."""
         return self.position.block == self._cache.count
 
     @property
