@@ -25,7 +25,7 @@ from nanorun.text.tokenizer import Tokenizer
 _CHUNK = 512  # conversations rendered per task
 
 
-class Examples(Protocol):
+class ConversationExamples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
@@ -63,7 +63,7 @@ class Conversations:
         return ConversationSource(self, bos, self.fingerprint)  # type: ignore[arg-type]
 
 
-def render_all(examples: Examples, tokenizer: Tokenizer, context: int) -> Conversations:
+def render_all(examples: ConversationExamples, tokenizer: Tokenizer, context: int) -> Conversations:
     """Renders every conversation so that it fits a row of `context` tokens to predict. Keeps the order."""
 
     def render_chunk(start: int) -> tuple[NDArray[np.int32], NDArray[np.bool_], list[int], int, int]:
