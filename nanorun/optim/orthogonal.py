@@ -37,14 +37,15 @@ MARGINS = {"newton_schulz": 1.0, "polar_express": 1.02}
 def polar_svd(x: Tensor) -> Tensor:
     """The exact polar factor U·Vᵀ of each matrix: the reference for the fast methods."""
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    return u @ vt
+    polar: Tensor = u @ vt
+    return polar
 
 
 def orthogonalize(x: Tensor, method: str, dtype: torch.dtype | None = None) -> Tensor:
     """Nearly orthogonal matrices (..., rows, cols), in the dtype of x. The GEMMs run in `dtype`, by default x's."""
     is_tall = x.size(-2) > x.size(-1)
     # No singular value exceeds the Frobenius norm. A matrix of zeros stays zeros.
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     y = (x / (norm * MARGINS[method]).clamp_min(torch.finfo(x.dtype).tiny)).to(dtype or x.dtype)
     if is_tall:  # so that A is the smaller of the two Gram matrices
         y = y.mT

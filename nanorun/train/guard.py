@@ -204,7 +204,7 @@ class TrainingGuard:
 
 
 def _float32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", min(value, FLOAT32_MAX)))[0]
+    return float(struct.unpack("f", struct.pack("f", min(value, FLOAT32_MAX)))[0])
 
 
 class LossScaler:
