@@ -24,7 +24,7 @@ from nanorun.infer.engine import Engine, Event, Reply, Request, Sampling, Settin
 from nanorun.infer.load import load_model
 from nanorun.runs import CHAT_KINDS, runs_for_chat
 from nanorun.text.chat import ConversationCut, Part, Piece, join_pieces, render, render_prompt
-from nanorun.tools.calls import Function, ToolState, calculate, python_tool
+from nanorun.tools.calls import ToolFunction, ToolState, calculate, python_tool
 from nanorun.tools.sandbox import Sandbox
 
 
@@ -90,7 +90,7 @@ class Speaker:
         self.engine.close()
 
 
-def _function(tools: str) -> Function | None:
+def _function(tools: str) -> ToolFunction | None:
     if tools == "python":
         return python_tool(Sandbox.probe())
     return calculate if tools == "calculator" else None

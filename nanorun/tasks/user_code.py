@@ -16,7 +16,7 @@ from typing import Any
 from nanorun.errors import UserError
 from nanorun.tasks.task import Conversation, Examples
 from nanorun.text.chat import Part
-from nanorun.tools.bubblewrap import SandboxUnavailable
+from nanorun.tools.sandbox import SandboxUnavailable
 
 
 def is_code(spec: str) -> bool:

@@ -1,13 +1,13 @@
-"""The command line of bubblewrap: which machine a sandboxed program sees, and as which user.
+"""The command line of bubblewrap: the file system, namespaces and user of a sandboxed program.
 
-The file system holds one Python, the libraries it may load and five harmless devices, all read-only, and an
-empty /tmp of limited size. There is no home, no /etc, no /proc. Paths are the same as outside, because
-Python and its libraries have them written inside.
+The file system holds one Python, the libraries it loads and five harmless devices, all read-only, and an empty
+/tmp of limited size. There is no home, no /etc, no /proc. Paths are the same as outside, because Python and its
+libraries contain absolute paths.
 
-The user is nobody. Started by a person, the program is user 65534 of a new user namespace, which is that
-person outside and can do less. Started by root, that would be root outside, whom the kernel exempts from the
-limit on threads. Root therefore opens one user namespace with all its ids in it, and every program gets an
-id there that no one else has (`sandbox_bootstrap.py` switches to it).
+The user is nobody. Started by an ordinary user, the program is user 65534 of a new user namespace, which maps to
+that user outside, with fewer rights. Started by root, it would map to root, whom the kernel exempts from the limit
+on threads. Root therefore opens one user namespace that maps all ids, and every program gets its own id in it
+(`sandbox_bootstrap.py` switches to it).
 """
 
 import functools
@@ -24,7 +24,7 @@ from nanorun.errors import UserError
 NAMESPACES = ("pid", "net", "ipc", "uts", "cgroup")
 TMP_BYTES = 16 * 2**20
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_OLDEST = (0, 7)  # the first bubblewrap that limits the size of /tmp
+_MIN_VERSION = (0, 7)  # the first that limits the size of /tmp
 _NOBODY = 65_534
 _OPEN_USER_NAMESPACE = (
     "import ctypes, os; new = ctypes.CDLL(None, use_errno=True).unshare(0x10000000); "
@@ -37,7 +37,7 @@ _ALLOW_NAMESPACES = (
 
 
 class SandboxUnavailable(UserError):
-    """Programs cannot be run safely here: what is missing, and what to do."""
+    """Programs cannot run safely on this machine: the problem, and the remedy."""
 
     def __init__(self, problem: str, advice: str = _ALLOW_NAMESPACES) -> None:
         super().__init__(f"A program that a model wrote cannot be run safely here: {problem}; {advice}.")
@@ -45,36 +45,36 @@ class SandboxUnavailable(UserError):
 
 
 @dataclass(frozen=True)
-class Users:
+class SandboxUser:
     options: list[str]
-    keep: tuple[int, ...]  # file descriptors that bubblewrap must inherit
-    highest: int  # the id that a program started by root gets; lower ones for the next
+    inherited_fds: tuple[int, ...]  # that bubblewrap must inherit
+    highest_id: int  # of programs started by root; each takes the next lower one
 
 
 def find_bubblewrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
         raise SandboxUnavailable("bubblewrap is not installed", "apt install bubblewrap")
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"(\d+)\.(\d+)", said)
-    if found is None or (int(found[1]), int(found[2])) < _OLDEST:
+    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"(\d+)\.(\d+)", output)
+    if version is None or (int(version[1]), int(version[2])) < _MIN_VERSION:
         raise SandboxUnavailable(
-            f"{path} is {said.strip() or 'of unknown version'}", "install bubblewrap 0.7 or newer"
+            f"{path} is {output.strip() or 'of unknown version'}", "install bubblewrap 0.7 or newer"
         )
     return path
 
 
 def python_path() -> str:
-    """The interpreter behind a virtual environment."""
+    """The base interpreter, outside any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def namespaces() -> list[str]:
+def namespace_options() -> list[str]:
     return [*(f"--unshare-{name}" for name in NAMESPACES), "--die-with-parent", "--new-session"]
 
 
-def file_system() -> list[str]:
-    """Options that build it, from an empty root to the final read-only state."""
+def file_system_options() -> list[str]:
+    """Builds the file system from an empty root to the final read-only state."""
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [python_path(), "/etc/ld.so.cache"]
     wanted += [f"{root}/{lib}" for root in ("", "/usr", prefix) for lib in ("lib", "lib64")]
@@ -95,32 +95,32 @@ def file_system() -> list[str]:
 
 
 @functools.cache
-def users() -> Users:
-    """Once a process: a user namespace lives as long as someone holds it open."""
+def sandbox_user() -> SandboxUser:
+    """Cached: a user namespace exists as long as a process holds it open."""
     ids = [_read_map(kind) for kind in ("uid", "gid")]
     highest = min(max(first + count for first, count in rows) for rows in ids) - 2
-    if os.geteuid() != 0 or highest < _NOBODY // 2:  # or root of a namespace that has hardly another id
-        return Users(["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)], (), _NOBODY)
+    if os.geteuid() != 0 or highest < _NOBODY // 2:  # or root of a namespace with hardly any other id
+        return SandboxUser(["--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)], (), _NOBODY)
     held = _open_user_namespace(ids)
     options = f"--userns {held} --cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID".split()
-    return Users(options, (held,), min(highest, 2**31 - 2))
+    return SandboxUser(options, (held,), min(highest, 2**31 - 2))
 
 
 def _read_map(kind: str) -> list[tuple[int, int]]:
-    """The ids that exist here: (first, how many) a row."""
+    """The ids that exist here, as ranges (first, count)."""
     lines = Path(f"/proc/self/{kind}_map").read_text().splitlines()
     return [(int(first), int(count)) for first, _, count in map(str.split, lines)]
 
 
 def _open_user_namespace(ids: list[list[tuple[int, int]]]) -> int:
-    """Only a process of one thread can open one, so a helper does, and leaves it to us."""
+    """Only a single-threaded process can open one, so a helper does, and this process keeps its descriptor."""
     command = [python_path(), "-I", "-S", "-c", _OPEN_USER_NAMESPACE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as helper:
         try:
             assert helper.stdout is not None
-            said = helper.stdout.readline().strip()
-            if said != "open":
-                raise SandboxUnavailable(f"root cannot open a user namespace ({said or 'no answer'})")
+            status = helper.stdout.readline().strip()
+            if status != "open":
+                raise SandboxUnavailable(f"root cannot open a user namespace ({status or 'no answer'})")
             for kind, rows in zip(("uid", "gid"), ids, strict=True):
                 lines = "".join(f"{first} {first} {count}\n" for first, count in rows)
                 Path(f"/proc/{helper.pid}/{kind}_map").write_text(lines)

@@ -1,10 +1,10 @@
-"""A calculator that a model may call: one expression in, its value as text out.
+"""The calculator tool: one expression in, its value as text out.
 
-It knows arithmetic, comparisons, strings with a few of their methods, and a few functions. Python's parser
-makes the tree; we walk it ourselves and know only the nodes named here, so there is no attribute, name or
-call that reaches Python's own `eval`. Nothing in the language repeats, so the work is at most the number of
-nodes times the dearest operation, and every operation that can grow its operands (`*`, `**`, `+`, replace,
-join) is refused by the size its result would have, before it is computed.
+It supports arithmetic, comparisons, strings with a few of their methods, and a few functions. Python's parser
+builds the syntax tree; the evaluator walks it and accepts only the nodes listed here, so no attribute, name or call
+reaches Python's own `eval`. The language has no loops, so the work is at most the number of nodes times the most
+expensive operation, and every operation that can grow its operands (`*`, `**`, `+`, replace, join) checks the size
+of its result before it computes it.
 
 Values are ints of at most 1,024 bits, finite floats, booleans, strings, and lists of those.
 """
@@ -21,23 +21,23 @@ MAX_NODES = 400
 MAX_DEPTH = 64
 MAX_BITS = 1_024  # of an integer
 MAX_SIZE = 4_000  # characters of a string; of a list, the sizes of its items and one more for each
-MAX_BRACKETS = 40  # the parser is slow to say what is wrong in some deep nestings
+MAX_BRACKETS = 40  # the parser is slow to reject some deep nestings
 
 _UNKNOWN, _TOO_LARGE = "not an expression the calculator knows", "too large"
-# A thousands separator can only be told from the comma of a call where there are no letters.
+# Without letters there are no calls, so a comma can only be a thousands separator.
 _PLAIN_ARITHMETIC = re.compile(r"[\d\s.,()+\-*/%<>=!]*")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-# Unknown escapes and keywords glued to a number: Python's parser would print warnings, past us.
+# Unknown escapes, and keywords directly after a number: Python's parser would print warnings.
 _WARNED = re.compile(r"\\|\b\d[\w.]*(?:and|else|for|if|in|is|not|or)\b")
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 
 
 class ToolError(Exception):
-    """Why a tool gives no result: a few words that the model reads."""
+    """Why a tool has no result, in a few words that the model reads."""
 
 
 def calculate(text: str) -> str:
-    """The value of one expression, or ToolError. Returns within milliseconds, whatever the text."""
+    """The value of one expression, or ToolError. Returns within milliseconds for any text."""
     text = text.strip().removesuffix("=").rstrip()
     if len(text) > MAX_TEXT:
         raise ToolError("too long")
@@ -73,7 +73,7 @@ def _parse(text: str) -> ast.expr:
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of a node, checked against the limits."""
+    """The value of a node, within the limits."""
     return _checked(_evaluate(node))
 
 
@@ -174,7 +174,7 @@ def _multiply(a: Any, b: Any) -> Any:
         if isinstance(b, int):
             _bound(len(a) * b, MAX_SIZE)
         return a * b
-    _numbers(a, b)  # and not a list, which could repeat
+    _numbers(a, b)  # refuses a list, which * would repeat
     return a * b  # at most twice the bits
 
 
@@ -186,7 +186,7 @@ def _power(a: Any, b: Any) -> Any:
 
 
 def _arithmetic(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Of numbers only: `%` of a string would format it."""
+    """An operation on numbers only: `%` on a string would format it."""
 
     def of_numbers(*values: Any) -> Any:
         _numbers(*values)
@@ -265,17 +265,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "str": str,
     "sum": sum,
 }
-# Methods of strings whose result is no longer than a small multiple of the string; two are checked above.
+# String methods whose result is at most a small multiple of the string; replace and join are checked above.
 _METHODS = frozenset(
     "capitalize count endswith find index isalnum isalpha isdigit islower isspace isupper join lower lstrip "
     "replace rfind rindex rstrip split startswith strip swapcase title upper".split()
 )
 
-# -- the answer --------------------------------------------------------------------------------------
+# -- the output --------------------------------------------------------------------------------------
 
 
 def _show(value: Any) -> str:
-    """Like Python's print, except that a whole float has no `.0` and others have 12 significant digits."""
+    """Like Python's print, but an integral float has no `.0`, and others have 12 significant digits."""
     if isinstance(value, float) and not value.is_integer():
         value = float(f"{value:.12g}")
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

@@ -1,21 +1,21 @@
-"""Runs Python programs that a model wrote, where they can do no harm.
+"""Run Python programs that a model wrote, isolated from the machine.
 
-Four walls, each of which stands without the others:
+Four layers of defense, each independent of the others:
 
-1. A machine of its own (`bubblewrap.py`): no network, no other processes, a file system that holds Python
-   and nothing else, no environment, no terminal, nobody's user.
-2. Few system calls (`seccomp.py`). Above all there is no second process: nothing to outlive the program,
-   nothing to bomb with, and a limit on one process's memory is a limit on memory.
-3. Limits that the kernel keeps (`sandbox_bootstrap.py`): memory, CPU time, threads, files.
-4. A watch on the clock and on the output. When it is over, killing the first process of the namespace takes
-   everything in it along.
+1. Namespaces (`bubblewrap.py`): no network, no other processes, a file system with Python and nothing else, no
+   environment, no terminal, an unprivileged user.
+2. A system call filter (`seccomp.py`). Above all it allows no second process: nothing outlives the program, there
+   is no fork bomb, and a limit on one process's memory is a limit on memory.
+3. Resource limits that the kernel enforces (`sandbox_bootstrap.py`): memory, CPU time, threads, files.
+4. A limit on wall-clock time and output. At the end, killing the first process of the PID namespace kills
+   everything in it.
 
-`Sandbox.probe()` starts the sandbox, attacks it, and raises `SandboxUnavailable` unless it holds. There is
-no weaker mode to fall back to.
+`Sandbox.probe()` starts the sandbox, attacks it, and raises `SandboxUnavailable` unless it holds. There is no
+weaker fallback.
 
-Not covered: bugs of the kernel; what can be told from timing; the CPU that is used before a limit; kernel
-memory behind empty files in /tmp (some 50 MB for each second that a program may run); what the output says. A
-program shares its process with the tests that judge it, so one that sets out to fake its success can.
+Not covered: kernel bugs; timing side channels; CPU time used before a limit; kernel memory for empty files in /tmp
+(about 50 MB per second of run time); the content of the output. A program shares its process with the tests that
+grade it, so a program that deliberately fakes success can.
 """
 
 import contextlib
@@ -39,19 +39,19 @@ from nanorun.tools import seccomp
 from nanorun.tools.bubblewrap import (
     NAMESPACES,
     SandboxUnavailable,
-    file_system,
+    file_system_options,
     find_bubblewrap,
-    namespaces,
+    namespace_options,
     python_path,
-    users,
+    sandbox_user,
 )
 
-__all__ = ["Result", "Sandbox", "SandboxUnavailable"]
+__all__ = ["Sandbox", "SandboxResult", "SandboxUnavailable"]
 
 _ENVIRONMENT = {"HOME": "/tmp", "PATH": "/usr/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
-_turn = itertools.count()
+_run_numbers = itertools.count()
 
-# Prints what it could do, so nothing when the walls hold.
+# Prints what it could do; nothing if the sandbox holds.
 _ATTACK = """
 import os, socket, threading, time
 
@@ -83,8 +83,8 @@ attempt("start a hundred threads", start_threads)
 
 
 @dataclass(frozen=True)
-class Result:
-    ok: bool  # it ran to its end; leaving early is not that, not even with exit(0)
+class SandboxResult:
+    ok: bool  # it ran to its end; an early exit is not ok, not even exit(0)
     stdout: str
     stderr: str
     reason: str  # finished, exit code 1, time limit (5 s), memory limit, output limit, killed by signal 11
@@ -92,22 +92,22 @@ class Result:
 
 
 class Sandbox:
-    """`Sandbox.probe()` makes one; `run` may be called from many threads at once."""
+    """Create it with `Sandbox.probe()`. `run` is thread-safe."""
 
     def __init__(self, bwrap: str) -> None:
         """Unchecked: use `probe`."""
-        self._users = users()
+        self._user = sandbox_user()
         self._filter = seccomp.filter_program(platform.machine())
-        self._start = [bwrap, *self._users.options, *namespaces(), *file_system()]
-        inside = Path(__file__).with_name("sandbox_bootstrap.py").read_text("utf-8")
-        self._python = [python_path(), "-I", "-S", "-B", "-X", "utf8", "-c", inside]
+        self._bubblewrap = [bwrap, *self._user.options, *namespace_options(), *file_system_options()]
+        bootstrap = Path(__file__).with_name("sandbox_bootstrap.py").read_text("utf-8")
+        self._python = [python_path(), "-I", "-S", "-B", "-X", "utf8", "-c", bootstrap]
 
     @classmethod
     def probe(cls) -> "Sandbox":
-        """A sandbox that was attacked just now and held."""
+        """A sandbox that has just been attacked and held."""
         if sys.platform != "linux" or platform.machine() not in seccomp.MACHINES:
-            here = f"{sys.platform} on {platform.machine()}"
-            raise SandboxUnavailable(f"this is {here}", f"use Linux on {' or '.join(seccomp.MACHINES)}")
+            system = f"{sys.platform} on {platform.machine()}"
+            raise SandboxUnavailable(f"this is {system}", f"use Linux on {' or '.join(seccomp.MACHINES)}")
         sandbox = cls(find_bubblewrap())
         with tempfile.TemporaryDirectory() as folder:
             canary = Path(folder, "canary")
@@ -115,12 +115,12 @@ class Sandbox:
             result, status = sandbox._run(_ATTACK.replace("CANARY", repr(str(canary))), 10, 256, 10_000)
         if not result.ok:
             raise SandboxUnavailable(f"a first program ended with {result.reason}{_last_line(result.stderr)}")
-        broken = result.stdout.rstrip("; ")
+        breach = result.stdout.rstrip("; ")
         for name in NAMESPACES:
             if status.get(f"{name}-namespace") in (None, os.stat(f"/proc/self/ns/{name}").st_ino):
-                broken = broken or f"share our {name} namespace"
-        if broken:
-            raise SandboxUnavailable(f"a program in it could {broken}")
+                breach = breach or f"share our {name} namespace"
+        if breach:
+            raise SandboxUnavailable(f"a program in it could {breach}")
         if sandbox.run("bytearray(2**29)", timeout=10).reason != "memory limit":
             raise SandboxUnavailable("the limit on memory does not hold")
         if not sandbox.run("while True: pass", timeout=0.2).reason.startswith("time limit"):
@@ -129,37 +129,39 @@ class Sandbox:
 
     def run(
         self, code: str, *, timeout: float = 5.0, memory_mib: int = 256, max_output: int = 10_000
-    ) -> Result:
-        """Runs a program to its end or to a limit: wall-clock seconds, memory, bytes of output in all."""
+    ) -> SandboxResult:
+        """Runs a program to its end or to a limit: wall-clock seconds, memory, total bytes of output."""
         return self._run(code, timeout, memory_mib, max_output)[0]
 
     def _run(
         self, code: str, timeout: float, memory_mib: int, max_output: int
-    ) -> tuple[Result, dict[str, Any]]:
-        """The result, and what bubblewrap says about the sandbox that it made."""
+    ) -> tuple[SandboxResult, dict[str, Any]]:
+        """The result, and bubblewrap's status of the sandbox."""
         start = time.monotonic()
-        ended, starved = random.SystemRandom().sample(range(64, 128), 2)
-        user = self._users.highest - next(_turn) % 10_000
-        words = map(str, (user, memory_mib, ended, starved, timeout, *self._users.keep))
-        with self._process(code, list(words)) as (process, status_pipe):
+        finished_code, memory_code = random.SystemRandom().sample(range(64, 128), 2)
+        user = self._user.highest_id - next(_run_numbers) % 10_000
+        arguments = (user, memory_mib, finished_code, memory_code, timeout, *self._user.inherited_fds)
+        with self._process(code, [str(argument) for argument in arguments]) as (process, status_pipe):
             output, stopped = _watch(process, status_pipe, start + timeout, max_output)
-        stdout, stderr, said = (text.decode("utf-8", "replace") for text in output)
+        stdout, stderr, status_lines = (text.decode("utf-8", "replace") for text in output)
         status: dict[str, Any] = {}
         if stopped == "time":
             reason = f"time limit ({timeout:g} s)"
         elif stopped == "output":
             reason = "output limit"
         else:
-            for line in said.splitlines():
+            for line in status_lines.splitlines():
                 status |= json.loads(line)
             if "exit-code" not in status:
                 raise SandboxUnavailable(f"bubblewrap could not start a program{_last_line(stderr)}")
-            reason = _reason(status["exit-code"], ended, starved, timeout)
-        return Result(reason == "finished", stdout, stderr, reason, time.monotonic() - start), status
+            reason = _reason(status["exit-code"], finished_code, memory_code, timeout)
+        return SandboxResult(reason == "finished", stdout, stderr, reason, time.monotonic() - start), status
 
     @contextlib.contextmanager
-    def _process(self, code: str, words: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-        """A program on its way, and the pipe that bubblewrap reports on; killed and gone at the end."""
+    def _process(
+        self, code: str, arguments: list[str]
+    ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+        """A running program, and the pipe with bubblewrap's status; killed and reaped at the end."""
         status_read, status_write = os.pipe()
         with open(status_read, "rb", buffering=0) as status_pipe:
             with (
@@ -169,11 +171,11 @@ class Sandbox:
             ):
                 fds = ["--seccomp", str(rules.fileno()), "--json-status-fd", str(status.fileno()), "--"]
                 process = subprocess.Popen(
-                    [*self._start, *fds, *self._python, *words],
+                    [*self._bubblewrap, *fds, *self._python, *arguments],
                     stdin=program,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=(rules.fileno(), status.fileno(), *self._users.keep),
+                    pass_fds=(rules.fileno(), status.fileno(), *self._user.inherited_fds),
                     env=_ENVIRONMENT,
                     start_new_session=True,
                 )
@@ -181,14 +183,14 @@ class Sandbox:
                 try:
                     yield process, status_pipe
                 finally:
-                    # The group: bubblewrap and the first process of the namespace. We have not waited for
-                    # its leader yet, so even when all is over the number is nobody else's.
+                    # The group: bubblewrap and the first process of the namespace. Its leader has not been
+                    # waited for yet, so the id cannot belong to another process.
                     os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def _memory_file(content: bytes) -> Iterator[IO[bytes]]:
-    """Something to read for a process that we start, without a name in any folder."""
+    """An anonymous file for a child process to read."""
     with open(os.memfd_create("nanorun"), "w+b") as file:
         file.write(content)
         file.seek(0)
@@ -198,12 +200,12 @@ def _memory_file(content: bytes) -> Iterator[IO[bytes]]:
 def _watch(
     process: subprocess.Popen[bytes], status_pipe: IO[bytes], deadline: float, max_output: int
 ) -> tuple[list[bytes], str | None]:
-    """What came out of stdout, stderr and the status pipe until all were closed, or what stopped it."""
+    """The bytes of stdout, stderr and the status pipe until all are closed, and the limit that stopped it, if any."""
     assert process.stdout is not None
     assert process.stderr is not None
     pipes = [process.stdout, process.stderr, status_pipe]
     output: list[bytes] = [b"", b"", b""]
-    room = max_output
+    remaining = max_output
     with selectors.DefaultSelector() as selector:
         for i, pipe in enumerate(pipes):
             selector.register(pipe, selectors.EVENT_READ, i)
@@ -218,18 +220,18 @@ def _watch(
                 elif key.data == 2:
                     output[2] += piece
                 else:
-                    output[key.data] += piece[: max(room, 0)]
-                    room -= len(piece)
-            if room < 0:
+                    output[key.data] += piece[: max(remaining, 0)]
+                    remaining -= len(piece)
+            if remaining < 0:
                 return output, "output"
     return output, None
 
 
-def _reason(code: int, ended: int, starved: int, timeout: float) -> str:
-    """bubblewrap exits like a shell: with the program's code, or 128 and the signal that killed it."""
-    if code == ended:
+def _reason(code: int, finished_code: int, memory_code: int, timeout: float) -> str:
+    """bubblewrap exits like a shell: with the program's code, or 128 plus the signal that killed it."""
+    if code == finished_code:
         return "finished"
-    if code == starved:
+    if code == memory_code:
         return "memory limit"
     if code == 128 + signal.SIGXCPU:
         return f"time limit ({timeout:g} s)"

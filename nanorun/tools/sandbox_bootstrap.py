@@ -1,11 +1,11 @@
-"""What runs first inside the sandbox: gives up what is left to give up, then runs the program from stdin.
+"""The first code inside the sandbox: drops the remaining privileges, sets limits, runs the program from stdin.
 
-`sandbox.py` hands this file to `python -I -S -c`, so it uses nothing of nanorun. Limits are set here, behind
-the user namespace, because a limit on processes (threads count) set in front of it would count whatever
-else the caller runs.
+`sandbox.py` passes this file to `python -I -S -c`, so it imports nothing of nanorun. It sets limits here, inside
+the user namespace, because a limit on processes (threads count) set outside would count the caller's other
+processes.
 
-A program that reaches its end makes the process exit with a code that was drawn for this run, and one that
-ran out of memory with another. So `exit()` in the middle, even `os._exit(0)`, does not look like the end.
+A program that runs to its end makes the process exit with a random code drawn for this run, and one that runs out
+of memory with another. So an early `exit()`, even `os._exit(0)`, does not look like success.
 """
 
 import builtins
@@ -24,24 +24,24 @@ FILE_BYTES = 16 * 2**20
 
 
 def main() -> None:
-    user, memory_mib, ended, starved = map(int, sys.argv[1:5])
+    user, memory_mib, finished_code, memory_code = map(int, sys.argv[1:5])
     seconds = float(sys.argv[5])
     program = sys.stdin.buffer.read()
-    nothing = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(nothing, 0)
-    for inherited in (nothing, *map(int, sys.argv[6:])):
-        os.close(inherited)  # the program finds 0, 1 and 2 open and nothing else
+    null = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(null, 0)
+    for inherited in (null, *map(int, sys.argv[6:])):
+        os.close(inherited)  # the program inherits only 0, 1 and 2
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)
-        os.setresuid(user, user, user)  # and with root go the last capabilities
-    limit(memory_mib, seconds)
+        os.setresuid(user, user, user)  # dropping root drops the last capabilities
+    set_limits(memory_mib, seconds)
     sys.argv[:] = ["program.py"]
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as without -S
-    run(program, ended, starved)
+    run(program, finished_code, memory_code)
 
 
-def limit(memory_mib: int, seconds: float) -> None:
+def set_limits(memory_mib: int, seconds: float) -> None:
     cpu = math.ceil(seconds) + 1
     for what, soft, hard in (
         (resource.RLIMIT_AS, memory_mib * 2**20, memory_mib * 2**20),
@@ -56,7 +56,7 @@ def limit(memory_mib: int, seconds: float) -> None:
         resource.setrlimit(what, (soft, hard))
 
 
-def run(program: bytes, ended: int, starved: int) -> None:
+def run(program: bytes, finished_code: int, memory_code: int) -> None:
     main_module = types.ModuleType("__main__")
     sys.modules["__main__"] = main_module
     try:
@@ -66,12 +66,12 @@ def run(program: bytes, ended: int, starved: int) -> None:
     except MemoryError:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os._exit(starved)
+        os._exit(memory_code)
     except Exception as error:
         here = error.__traceback__
         traceback.print_exception(error.with_traceback(here.tb_next if here else None))
         sys.exit(1)
-    sys.exit(ended)
+    sys.exit(finished_code)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""The system calls that a sandboxed program may make: a short list, and everything else is refused.
+"""The seccomp filter of the sandbox: a short allowlist of system calls; all others are refused.
 
-The kernel runs a small program of ours before each system call (seccomp, in its classic BPF language).
-It is a list of "is it this number? then allow", and ends with "not implemented": an answer that the C
-library and Python know from older kernels and take well. So calls that the kernel gains next year are
-refused as well.
+The kernel runs a classic BPF program before each system call. Ours is a list of "if it is this number, allow",
+and ends with ENOSYS, "not implemented", which the C library and Python handle gracefully because older kernels
+return it. System calls that future kernels add are therefore refused, too.
 
-What is left is what one Python process needs: files, memory, threads, time, signals, pipes. Missing on
-purpose: every way to make a second process (fork, vfork, clone without CLONE_THREAD, and clone3, whose
-flags a filter cannot see), sockets other than a pair joined to itself, mounts and namespaces, ptrace, keys,
-bpf, perf, io_uring, and memory that no limit counts (memfd, System V shared memory, message queues).
+The list has what one Python process needs: files, memory, threads, time, signals, pipes. Excluded on purpose:
+every way to create a second process (fork, vfork, clone without CLONE_THREAD, and clone3, whose flags a filter
+cannot see), sockets other than a connected pair, mounts and namespaces, ptrace, keys, bpf, perf, io_uring, and
+memory that no limit counts (memfd, System V shared memory, message queues).
 """
 
 import struct
@@ -54,11 +53,11 @@ setresuid 117/147, setresgid 119/149, setgroups 116/159, getpriority 140/141, ge
 getrlimit 97/163, setrlimit 160/164, prlimit64 302/261, uname 63/160, sysinfo 99/179, getrandom 318/278
 """
 
-# What an instruction does, and what the filter may answer (linux/bpf_common.h, linux/seccomp.h).
+# Opcodes and return values (linux/bpf_common.h, linux/seccomp.h).
 _LOAD, _IF_EQUAL, _IF_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _NOT_IMPLEMENTED, _KILL = 0x7FFF0000, 0x00050000 | 38, 0x80000000
 
-# Calls that are allowed only when an argument has one of these values (or this bit).
+# System calls that are allowed only if an argument has one of these values (or this bit).
 _CLONE_THREAD, _AF_UNIX = 0x00010000, 1
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIO...
 _CHECKED = (  # numbers, which argument, the test, values
@@ -75,25 +74,25 @@ def filter_program(machine: str) -> bytes:
     """The filter for `platform.machine()`, as bubblewrap's --seccomp takes it."""
     column, architecture = _MACHINES[machine]
     program = [
-        _step(_LOAD, 4),  # a call in another architecture's numbers is an attack
-        _step(_IF_EQUAL, architecture, 1, 0),
-        _step(_RETURN, _KILL),
-        _step(_LOAD, 0),
+        _instruction(_LOAD, 4),  # a call with another architecture's numbers is an attack
+        _instruction(_IF_EQUAL, architecture, 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, 0),
     ]
     for entry in _ALLOWED.replace("\n\n", ",").split(","):
         number = entry.split()[1].split("/")[column]
         if number != "-":
-            program += [_step(_IF_EQUAL, int(number), 0, 1), _step(_RETURN, _ALLOW)]
+            program += [_instruction(_IF_EQUAL, int(number), 0, 1), _instruction(_RETURN, _ALLOW)]
     for numbers, argument, test, values in _CHECKED:
-        body = [_step(_LOAD, 16 + 8 * argument)]
+        body = [_instruction(_LOAD, 16 + 8 * argument)]
         for value in values:
-            body += [_step(test, value, 0, 1), _step(_RETURN, _ALLOW)]
-        body.append(_step(_RETURN, _NOT_IMPLEMENTED))
-        program += [_step(_IF_EQUAL, numbers[column], 0, len(body)), *body]
-    program.append(_step(_RETURN, _NOT_IMPLEMENTED))
+            body += [_instruction(test, value, 0, 1), _instruction(_RETURN, _ALLOW)]
+        body.append(_instruction(_RETURN, _NOT_IMPLEMENTED))
+        program += [_instruction(_IF_EQUAL, numbers[column], 0, len(body)), *body]
+    program.append(_instruction(_RETURN, _NOT_IMPLEMENTED))
     return b"".join(program)
 
 
-def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; the jumps say how many of those that follow are skipped."""
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One BPF instruction; a jump is the number of instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)

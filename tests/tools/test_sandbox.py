@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from nanorun.tools.calls import ToolError, python_tool
-from nanorun.tools.sandbox import Result, Sandbox, SandboxUnavailable
+from nanorun.tools.sandbox import Sandbox, SandboxResult, SandboxUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ def processes_that_mention(word: str) -> list[str]:
 
 def test_a_program_runs_and_what_it_prints_comes_back(sandbox: Sandbox) -> None:
     result = sandbox.run("import sys\nprint('six', 6 * 7)\nprint('oh', file=sys.stderr)")
-    assert result == Result(True, "six 42\n", "oh\n", "finished", result.seconds)
+    assert result == SandboxResult(True, "six 42\n", "oh\n", "finished", result.seconds)
     assert 0 < result.seconds < 5
 
 

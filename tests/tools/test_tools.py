@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nanorun.text.chat import parse_reply
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 from nanorun.tools.calculator import MAX_SIZE
-from nanorun.tools.calls import Call, ToolError, ToolState, calculate
+from nanorun.tools.calls import ToolCall, ToolError, ToolState, calculate
 
 # -- the calculator ----------------------------------------------------------------------------------
 
@@ -313,14 +313,14 @@ def test_only_so_many_calls_of_a_reply_are_run(tokenizer: Tokenizer) -> None:
 
 def test_output_is_cut_to_its_limit(tokenizer: Tokenizer) -> None:
     state = ToolState(tokenizer, max_output_tokens=5)
-    assert len(state.result(Call("x"), "42 " * 100_000)) == 5 + 2
-    assert len(state.result(Call("x"), "")) == 2
+    assert len(state.result(ToolCall("x"), "42 " * 100_000)) == 5 + 2
+    assert len(state.result(ToolCall("x"), "")) == 2
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(SPECIAL_TOKENS) | st.text(max_size=9), max_size=6).map("".join))
 def test_output_never_becomes_special_tokens(tokenizer: Tokenizer, text: str) -> None:
-    forced = ToolState(tokenizer).result(Call("x"), text)
+    forced = ToolState(tokenizer).result(ToolCall("x"), text)
     assert [tokenizer.is_special(i) for i in forced] == [True, *[False] * (len(forced) - 2), True]
 
 
