@@ -77,9 +77,7 @@ class Dataset:
         record = {"format": "nanorun-dataset", "version": 1, **asdict(self)}
         del record["folder"]
         path = (folder or self.folder) / MANIFEST
-        temporary = path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        home.replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
 
     def check_files(self) -> None:
         """Checks that every shard exists with the right size (the quick check before each use)."""

@@ -17,7 +17,6 @@ graded has no reward, and then there is no ChatCORE either.
 import functools
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -275,14 +274,10 @@ def pass_at_k(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def write_replies(path: Path, about: Mapping[str, Any], replies: Iterable[GradedReply]) -> None:
     """A header line, then a line for each reply. The file is written atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    records = ({"format": _FORMAT, "version": _VERSION, **about}, *map(asdict, replies))
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            for line in ({"format": _FORMAT, "version": _VERSION, **about}, *map(asdict, replies)):
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        home.replace_file(path, text.encode())
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): choose another file.") from error
 
