@@ -34,7 +34,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nanorun.chat.conversation import Options, Speaker
+from nanorun.infer.engine import Settings
+from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Request, Sampling
 from nanorun.provenance import record, write_result
 from nanorun.runs import default_chat_run
@@ -58,16 +59,16 @@ def prompt(number: int) -> str:
     return f"{number}: Once upon a time there was"
 
 
-def engine_throughput(speaker: Speaker, clients: int, seconds: float, tokens: int) -> float:
+def engine_throughput(model: ServedModel, clients: int, seconds: float, tokens: int) -> float:
     """Tokens per second of the engine alone."""
-    tokenizer, numbers, written = speaker.tokenizer, itertools.count(), Counter[str]()
+    tokenizer, numbers, written = model.tokenizer, itertools.count(), Counter[str]()
     stop_ids = list(tokenizer.special.values())
     end = time.perf_counter() + seconds
 
     def client() -> None:
         while time.perf_counter() < end:
             ids = [tokenizer.bos, *tokenizer.encode(prompt(next(numbers)))]
-            replies = speaker.engine.submit(Request(ids, SAMPLING, tokens, stop_ids)).result()
+            replies = model.engine.submit(Request(ids, SAMPLING, tokens, stop_ids)).result()
             written["tokens"] += len(replies[0].ids)
 
     begun = time.perf_counter()
@@ -315,19 +316,19 @@ def main() -> None:
     command += ["--tools", "none", "--slots", str(args.slots), *(["--model", name] if name else [])]
     rows: list[dict[str, Any]] = []
     with (
-        Speaker(Options(name, tools="none", slots=args.slots, max_queue=1024)) as speaker,
+        ServedModel(name, Settings(args.slots, max_queue=1024), tools="none") as model,
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as server,
     ):
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
             load = AbusiveClients(port, args.tokens)
-            engine_throughput(speaker, max(counts), 2.0, args.tokens)  # warm up graphs and caches
+            engine_throughput(model, max(counts), 2.0, args.tokens)  # warm up graphs and caches
             server_throughput(port, max(counts), 2.0, args.tokens)
             for count in counts:
                 rounds = [
                     (
-                        engine_throughput(speaker, count, args.seconds, args.tokens),
+                        engine_throughput(model, count, args.seconds, args.tokens),
                         server_throughput(port, count, args.seconds, args.tokens),
                     )
                     for _ in range(args.rounds)

@@ -23,9 +23,11 @@ from typing import Any
 import pytest
 from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer
 
-from nanorun.chat.conversation import Dialogue, Options, Speaker
+from nanorun.chat.conversation import Dialogue
 from nanorun.chat.screen import visible
 from nanorun.chat.wrap import Wrap, cells
+from nanorun.infer.engine import Settings
+from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Sampling
 from nanorun.runs import default_chat_run
 from nanorun.text.chat import render
@@ -102,10 +104,10 @@ def test_a_faster_way_of_writing_says_the_same(trained):
 
 
 def test_a_seed_gives_the_same_answers_again_and_each_answer_has_its_own(talkers):
-    with Speaker(Options(speculate="lookup")) as speaker:
+    with ServedModel(settings=Settings(speculate="lookup")) as model:
 
         def say(seed: int, questions: str) -> list[str]:
-            dialogue = Dialogue(speaker, Sampling(temperature=5, seed=seed), max_tokens=20)
+            dialogue = Dialogue(model, Sampling(temperature=5, seed=seed), max_tokens=20)
             answers = [dialogue.ask(question) for question in questions]
             return ["".join(text for _, text in answer) for answer in answers]
 
@@ -153,8 +155,8 @@ MISTAKES = [
     (["-p", "x" * CONTEXT], "", "(at most 2047). Shorten it"),
     (["-p", "x" * CONTEXT, "--model", "writer"], "", "the model's context is 2,048"),
     (["-p", " "], "", "There is no question"),
-    ([], "\n", "Nothing came in on stdin"),
-    ([], b"caf\xe9", "is not UTF-8"),
+    ([], "\n", "stdin is empty"),
+    ([], b"caf\xe9", "is not valid UTF-8"),
     (["-p", "hi", "--temperature", "-1"], "", "temperature is -1.0"),
     (["-p", "hi", "--tools", "hammer"], "", "There is no tool 'hammer'"),
     (["-p", "hi", "--speculate", "draft"], "", "--draft"),
@@ -179,23 +181,23 @@ def test_without_a_model_or_a_sandbox_it_says_what_to_do(trained, home, tmp_path
 
 
 def test_the_next_turn_reads_only_what_is_new_and_the_system_text_outlives_the_oldest_questions(talkers):
-    with Speaker(Options()) as speaker:
-        dialogue = Dialogue(speaker, Sampling(temperature=0), max_tokens=40, system="S" * 100)
+    with ServedModel() as model:
+        dialogue = Dialogue(model, Sampling(temperature=0), max_tokens=40, system="S" * 100)
         for question in ("hi", "sum"):
             *_, (kind, _) = pieces = list(dialogue.ask(question))
             assert (kind, len(pieces) > 5) == ("text", True)
         answer = dialogue.ask("hi")
         list(answer)
-        new = speaker.engine.stats.prefilled_tokens
+        new = model.engine.stats.prefilled_tokens
         assert answer.reply.reused_tokens > 150
         assert answer.reply.prompt_tokens - answer.reply.reused_tokens < 10
-        assert not dialogue.forgetful
+        assert not dialogue.truncated
         for letter in "abc":
             answer = dialogue.ask(letter * 900)
             list(answer)
-        assert dialogue.forgetful
-        assert speaker.tokenizer.decode(answer.request.prompt).count("S") == 100
-        assert speaker.engine.stats.prefilled_tokens > new
+        assert dialogue.truncated
+        assert model.tokenizer.decode(answer.request.prompt).count("S") == 100
+        assert model.engine.stats.prefilled_tokens > new
         assert len(dialogue.turns) >= 5, "nothing of it is lost"
 
 
@@ -291,13 +293,13 @@ def test_answers_stream_and_ctrl_c_stops_one_and_not_the_program(talkers):
             session.until("tick tock tick")
         session.type("\x03")
         stopped = session.until(PROMPT)
-        assert b"Stopped; what there is of it is kept." in stopped
+        assert b"Stopped; the text so far is kept." in stopped
         assert session.process.poll() is None
         assert session.say("hi"), (
             "the next question works, whatever a tiny model makes of it after half an answer"
         )
         saved = talkers / "talk.jsonl"
-        assert session.say(f"/save {saved}") == f"Saved in {saved}."
+        assert session.say(f"/save {saved}") == f"Saved to {saved}."
         (conversation,) = map(json.loads, saved.read_text("utf-8").splitlines())
         said = [message["content"] for message in conversation["messages"]]
         assert said[0] == "loop"
@@ -347,7 +349,7 @@ def test_on_a_narrow_terminal_no_word_is_broken(talkers):
         session.until(PROMPT)
         fcntl.ioctl(session.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 23, 0, 0))
         session.type("loop\r")
-        came = session.until("Cut:").decode().splitlines()  # readline may draw its prompt again
+        came = session.until("Truncated:").decode().splitlines()  # readline may draw its prompt again
         assert [line.rstrip() for line in came if "tick" in line] == ["tick tock tick tock"] * 3
 
 
@@ -370,19 +372,19 @@ def test_commands_and_what_they_leave(talkers):
         assert session.say("/verbose") == "verbose: off"
         assert session.say("/temperature 0") == "temperature: 0.0"
         assert session.say("/retry") == HI
-        assert session.say("/reset") == "Forgotten."
+        assert session.say("/reset") == "Started a new conversation."
         assert [session.say("hi"), session.say("/retry")] == [HI, HI], "greedy twice is the same twice"
         for mistake, words in (
             ("/temp 1", "did you mean /temperature?"),
-            ("/dance", "There is no command /dance: /help lists them"),
+            ("/dance", "Unknown command /dance: /help lists the commands"),
             ("/temperature warm", "temperature is 'warm': it must be a number."),
             ("/temperature -1", "temperature is -1.0: it must be"),
-            ("/top_k 1.5", "it must be a whole number"),
+            ("/top_k 1.5", "it must be an integer"),
             ("/max_tokens 0", "it must be at least 1"),
             ("/save /nowhere/at/all", "cannot be written (No such file or directory)"),
-            ("/save inputrc", "inputrc exists already"),
+            ("/save inputrc", "inputrc already exists"),
             ("/load nothing", "cannot be read"),
-            ("/load inputrc", "does not hold one conversation"),
+            ("/load inputrc", "does not contain one conversation"),
             ("x" * CONTEXT, "shorten it"),
         ):
             assert words in session.say(mistake)
@@ -390,15 +392,15 @@ def test_commands_and_what_they_leave(talkers):
         assert session.say("/max_tokens") == "max_tokens: 30"
         assert session.say("/system Be kind.") == "system: Be kind."
         assert "/temperature X" in session.say("/help")
-        assert session.say("/save kept.jsonl") == "Saved in kept.jsonl."
-        assert session.say("/reset") == "Forgotten."
+        assert session.say("/save kept.jsonl") == "Saved to kept.jsonl."
+        assert session.say("/reset") == "Started a new conversation."
         assert "There is no question to answer again" in session.say("/retry")
         assert "1 question and answer" in session.say("/load kept.jsonl")
         assert session.say("/system") == "system: Be kind."
-        assert session.say("/system off") == "There is no system text."
+        assert session.say("/system off") == "There is no system message."
         session.type("half a lin")
         session.press("\x03")
-        assert b"Ctrl-C again or Ctrl-D leaves." in session.until(PROMPT)
+        assert b"Press Ctrl-C again or Ctrl-D to exit." in session.until(PROMPT)
         assert session.end("\x03") == 0
     record = json.loads((talkers / "kept.jsonl").read_text("utf-8"))
     assert [message["content"] for message in record["messages"]] == ["Be kind.", "hi", HI]
@@ -421,12 +423,12 @@ def test_what_was_typed_before_can_be_typed_again_with_an_arrow(talkers):
 
 
 def test_a_conversation_that_outgrows_the_context_says_so_once_and_goes_on(talkers):
-    words = "it no longer knows the oldest part"
+    words = "its oldest part is left out"
     with terminal(talkers, *GREEDY, "--max-tokens", "5") as session:
         session.until(PROMPT)
         assert words not in session.say("a" * 1000)
         assert sum(words in session.say(letter * 1000) for letter in "bcdef") == 1
-        assert session.say("/reset") == "Forgotten."
+        assert session.say("/reset") == "Started a new conversation."
         assert session.say("hi").startswith(HI[:3])
         time.sleep(0.3)
         session.process.send_signal(signal.SIGTERM)
@@ -435,18 +437,18 @@ def test_a_conversation_that_outgrows_the_context_says_so_once_and_goes_on(talke
 
 def test_a_base_model_in_a_terminal_goes_on_with_a_text(talkers):
     with terminal(talkers, *GREEDY, "--model", "writer", "--max-tokens", "30") as session:
-        assert b"it continues the text that you begin" in session.until(PROMPT)
+        assert b"it continues the text that you type" in session.until(PROMPT)
         first = session.say("Once").splitlines()
         assert first[0].startswith("Once a 灯 lit the isle.")
-        assert "may have 30 tokens" in first[1]
+        assert "the limit is 30 tokens" in first[1]
         whole = first[0] + session.say("").splitlines()[0]
         assert (STORY * 2).startswith(whole)
         assert session.say("/retry").splitlines()[0] == whole, "greedy, it goes on in the same way"
         session.say("/max_tokens 200")
         assert session.say("") == (STORY * 3).removeprefix(whole)
-        assert session.say("").startswith("That text has ended. Here is another:\nOnce a")
-        assert "knows nothing of a system text" in session.say("/system x")
-        assert session.say("/save texts.jsonl") == "Saved in texts.jsonl."
+        assert session.say("").startswith("The text has ended. Starting another one:\nOnce a")
+        assert "does not support a system message" in session.say("/system x")
+        assert session.say("/save texts.jsonl") == "Saved to texts.jsonl."
         assert session.end() == 0
     texts = [json.loads(line)["text"] for line in (talkers / "texts.jsonl").read_text("utf-8").splitlines()]
     assert texts == [STORY * 3] * 2

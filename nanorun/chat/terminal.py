@@ -1,13 +1,12 @@
-"""`nanorun chat`: talk in the terminal, or ask one question from a script.
+"""`nanorun chat`: an interactive conversation in the terminal, or one question from a script.
 
-Ctrl-C stops an answer: a signal handler asks the engine to cancel, the answer ends in order, and what there
-is of it is kept. At the prompt Ctrl-C twice, or Ctrl-D, leaves.
+Ctrl-C stops an answer: a signal handler asks the engine to cancel the request, the answer ends normally, and the
+conversation keeps its text so far. At the prompt, Ctrl-C twice or Ctrl-D exits.
 """
 
 import contextlib
 import difflib
 import json
-import os
 import signal
 import sys
 import termios
@@ -17,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nanorun import home
 from nanorun.chat import history
-from nanorun.chat.conversation import Answer, Continuation, Dialogue, Options, Speaker, converse
+from nanorun.chat.conversation import ChatAnswer, ChatOptions, Continuation, Dialogue, start_conversation
 from nanorun.chat.screen import Screen
 from nanorun.console import count
 from nanorun.errors import UserError
@@ -32,31 +32,31 @@ _SETTINGS: dict[str, type] = {
     "seed": int,
     "max_tokens": int,
 }
-_FOR_DIALOGUES = ("system", "load")  # a base model, which continues texts, has no use for these
+_CHAT_MODELS_ONLY = ("system", "load")
 _HELP = {
-    "help": "what you are reading",
-    "reset": "forgets everything that was said",
-    "retry": "another answer to the last question",
-    "system TEXT": "what the model is told before everything (/system off: nothing)",
-    "save [FILE]": "writes the conversation, as chat data",
-    "load FILE": "goes on with a conversation that was saved",
-    "temperature X": "0 is the likeliest answer, 1 is lively",
-    "verbose": "how fast each answer was, or no longer",
-    "quit": "leaves (or Ctrl-D)",
+    "help": "list the commands",
+    "reset": "start a new conversation",
+    "retry": "generate another answer to the last question",
+    "system TEXT": "set the system message (/system off removes it)",
+    "save [FILE]": "save the conversation in the format of chat data",
+    "load FILE": "continue a saved conversation",
+    "temperature X": "0 always takes the most likely token; higher values vary more",
+    "verbose": "show or hide the speed of each answer",
+    "quit": "exit (or Ctrl-D)",
 }
 
 
-def chat(options: Options, question: str | None, *, as_json: bool, verbose: bool) -> None:
-    """One question if there is one, here or on a stdin that is no terminal; else a conversation."""
+def chat(options: ChatOptions, question: str | None, *, as_json: bool, verbose: bool) -> None:
+    """Answers the question, from the argument or from piped stdin; without one, starts a conversation."""
     piped = sys.stdin is None or not sys.stdin.isatty()
     if question == "-" or (question is None and piped):
         question = _read_all()
     elif question is None and as_json:
         raise UserError("--json answers one question: give it with -p, or on stdin.")
     for text in (question, options.system):
-        _check(text or "")
-    with Speaker(options) as speaker:
-        conversation = converse(speaker, options)
+        _check_utf8(text or "")
+    with options.load() as model:
+        conversation = start_conversation(model, options)
         if question is None:
             Terminal(conversation, verbose).run()
         else:
@@ -66,25 +66,26 @@ def chat(options: Options, question: str | None, *, as_json: bool, verbose: bool
 def _read_all() -> str:
     text = sys.stdin.buffer.read() if sys.stdin is not None else b""
     if not text.strip():
-        raise UserError("Nothing came in on stdin: pipe a question in, or give one with -p.")
+        raise UserError("stdin is empty: pipe a question, or give one with -p.")
     return text.decode("utf-8", "surrogateescape").rstrip("\r\n")
 
 
-def _check(text: str) -> None:
+def _check_utf8(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"The text is not UTF-8 (from character {error.start + 1} on): convert it first, for example with "
+            f"The text is not valid UTF-8 at character {error.start + 1}: convert it, for example with "
             "iconv -f latin1 -t utf-8."
         ) from None
 
 
 def _answer_once(conversation: Dialogue | Continuation, question: str, as_json: bool, verbose: bool) -> None:
-    screen = Screen(tools=False, strip=conversation.speaker.chats)
+    model = conversation.model
+    screen = Screen(tools=False, strip=model.is_chat_model)
     answer = conversation.ask(question)
-    if not conversation.speaker.chats:
-        screen.note(f"'{conversation.speaker.name}' is a base model: it continues the text.")
+    if not model.is_chat_model:
+        screen.note(f"'{model.name}' is a base model: it continues the text.")
     try:
         for kind, text in answer:
             if not as_json:
@@ -92,21 +93,21 @@ def _answer_once(conversation: Dialogue | Continuation, question: str, as_json: 
     finally:
         screen.end()
     if as_json:
-        # ASCII where a terminal shows it: the text may hold what a terminal obeys
+        # ASCII on a terminal: the text may hold control characters
         print(json.dumps(answer.record(), ensure_ascii=sys.stdout.isatty()), flush=True)
     if verbose:
         screen.note(_speed(answer))
 
 
 class Terminal:
-    """One conversation with a person."""
+    """An interactive conversation."""
 
     def __init__(self, conversation: Dialogue | Continuation, verbose: bool = False) -> None:
         self._conversation, self._verbose = conversation, verbose
         self._chats = isinstance(conversation, Dialogue)
         self._screen = Screen(tools=True, strip=self._chats)
-        self._forgetful = False  # it was said that the oldest part is left out
-        self._file: Path | None = None  # where the conversation was saved
+        self._truncated = False  # the user knows that the oldest part is left out
+        self._file: Path | None = None  # the conversation is saved here
         self._commands: dict[str, Callable[[str], None]] = {
             "help": self._help,
             "reset": self._reset,
@@ -120,23 +121,24 @@ class Terminal:
         }
 
     def run(self) -> None:
-        # Elsewhere a request to end is treated like Ctrl-C, which here means something else.
+        # Other verbs treat SIGTERM like Ctrl-C, which only stops the answer here.
         signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-        speaker = self._conversation.speaker
-        self._screen.note(f"{speaker.name}: {count(speaker.parameters)} parameters, step {speaker.step:,}")
+        model = self._conversation.model
+        parameters = count(model.config.model.total_parameters)
+        self._screen.note(f"{model.name}: {parameters} parameters, step {model.step:,}")
         if not self._chats:
             self._screen.note(
-                "A base model: it continues the text that you begin; an empty line lets it go on."
+                "A base model: it continues the text that you type; an empty line continues it."
             )
-        self._screen.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        self._screen.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D exits.")
         history.load()
         with contextlib.suppress(EOFError):
             while True:
                 try:
-                    self._obey(self._read())
+                    self._handle(self._read())
                 except UserError as error:
                     self._screen.note(str(error))
-                except KeyboardInterrupt:  # between two answers: nothing is lost
+                except KeyboardInterrupt:  # between two answers
                     self._screen.note("")
 
     def _read(self) -> str:
@@ -145,7 +147,7 @@ class Terminal:
         while True:
             try:
                 line = input(self._screen.prompt())
-                _check(line)
+                _check_utf8(line)
                 history.add(line)
                 return line
             except KeyboardInterrupt:
@@ -153,21 +155,21 @@ class Terminal:
                 if interrupted:
                     raise EOFError from None
                 interrupted = True
-                self._screen.note("Ctrl-C again or Ctrl-D leaves.")
+                self._screen.note("Press Ctrl-C again or Ctrl-D to exit.")
             except EOFError:
                 self._screen.note("")
                 raise
             except UnicodeDecodeError:
-                raise UserError("That was not UTF-8: set your terminal to it.") from None
+                raise UserError("The line is not valid UTF-8: set your terminal to UTF-8.") from None
 
-    def _obey(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if line.startswith("/") and not line.startswith("//"):
             name, _, argument = line[1:].partition(" ")
             self._command(name)(argument.strip())
         elif line.strip() or not self._chats:
             text = line.removeprefix("/") if line.startswith("//") else line
             if isinstance(self._conversation, Continuation) and self._conversation.ended and not text:
-                self._screen.note("That text has ended. Here is another:")
+                self._screen.note("The text has ended. Starting another one:")
             self._answer(self._conversation.ask(text), echo=bool(text))
 
     def _command(self, name: str) -> Callable[[str], None]:
@@ -179,67 +181,66 @@ class Terminal:
         near = [n for n in known if name and n.startswith(name)] or difflib.get_close_matches(name, known, 1)
         hint = f"did you mean /{near[0]}? " if near else ""
         raise UserError(
-            f"There is no command /{name}: {hint}/help lists them, and // begins a text with a slash."
+            f"Unknown command /{name}: {hint}/help lists the commands; // starts a text with a slash."
         )
 
-    def _answer(self, answer: Answer, *, echo: bool) -> None:
-        forgetful = self._conversation.forgetful
-        if forgetful and not self._forgetful:
-            context = self._conversation.speaker.engine.context
+    def _answer(self, answer: ChatAnswer, *, echo: bool) -> None:
+        truncated = self._conversation.truncated
+        if truncated and not self._truncated:
+            context = self._conversation.model.engine.context
             self._screen.note(
-                f"The conversation is longer than the {context:,} tokens that the model sees: from now on it no "
-                "longer knows the oldest part."
+                f"The conversation exceeds the model's context of {context:,} tokens: its oldest part is left out."
             )
-        self._forgetful = forgetful
-        with _on_interrupt(answer.stop), _unechoed():
+        self._truncated = truncated
+        with _on_interrupt(answer.stop), _no_echo():
             try:
                 if echo and isinstance(self._conversation, Continuation):
-                    self._screen.echo(self._conversation.begun)
+                    self._screen.echo(self._conversation.start)
                 for kind, text in answer:
                     self._screen.show(kind, text)
             finally:
                 self._screen.end()
         if answer.reply.finish == "cancelled":
-            self._screen.note("Stopped; what there is of it is kept." if answer.parts else "Stopped.")
+            self._screen.note("Stopped; the text so far is kept." if answer.parts else "Stopped.")
         elif answer.reply.finish == "length":
-            self._screen.note(f"Cut: {self._limit(answer)}.")
+            most = self._conversation.max_tokens
+            limited = answer.tokens >= most
+            reason = f"the limit is {most:,} tokens (/max_tokens)" if limited else "the context is full"
+            self._screen.note(f"Truncated: {reason}.")
         elif not answer.parts:
-            self._screen.note("The model had nothing to say." if self._chats else "The text ends here.")
+            self._screen.note("The answer is empty." if self._chats else "The text ends here.")
         if self._verbose:
             self._screen.note(_speed(answer))
-
-    def _limit(self, answer: Answer) -> str:
-        if answer.tokens >= self._conversation.max_tokens:
-            return f"an answer may have {self._conversation.max_tokens:,} tokens (/max_tokens)"
-        return "the model's context is full"
 
     # -- commands ------------------------------------------------------------------------------------
 
     def _help(self, _: str) -> None:
         listed = dict(_HELP)
         if not self._chats:
-            listed = {name: text for name, text in _HELP.items() if name.split()[0] not in _FOR_DIALOGUES}
-            listed["retry"] = "goes on from the same place in another way"
-            listed["save [FILE]"] = "writes the texts, as data to train on"
+            listed = {name: text for name, text in _HELP.items() if name.split()[0] not in _CHAT_MODELS_ONLY}
+            listed["retry"] = "continue from the same place again"
+            listed["save [FILE]"] = "save the texts as training data"
         width = max(map(len, listed)) + 3
         others = ", ".join(f"/{name}" for name in _SETTINGS if name != "temperature")
         lines = [f"/{name:<{width}}{text}" for name, text in listed.items()]
-        self._screen.note("\n".join([*lines, f"{others}: likewise; without a value, they say what is set"]))
+        self._screen.note(
+            "\n".join([*lines, f"{others}: likewise; without a value, they show the current one"])
+        )
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()
-        self._forgetful, self._file = False, None
-        self._screen.note("Forgotten.")
+        self._truncated, self._file = False, None
+        self._screen.note("Started a new conversation.")
 
     def _retry(self, _: str) -> None:
         self._answer(self._conversation.retry(), echo=True)
 
     def _system(self, text: str) -> None:
-        conversation = self._dialogue("a system text")
+        conversation = self._dialogue("a system message")
         if text:
             conversation.system = None if text == "off" else text
         self._screen.note(
-            f"system: {conversation.system}" if conversation.system else "There is no system text."
+            f"system: {conversation.system}" if conversation.system else "There is no system message."
         )
 
     def _set(self, name: str, value: str) -> None:
@@ -248,8 +249,8 @@ class Terminal:
             try:
                 number = kind(value)
             except ValueError:
-                what = "a whole number" if kind is int else "a number"
-                raise UserError(f"{name} is '{value}': it must be {what}.") from None
+                expected = "an integer" if kind is int else "a number"
+                raise UserError(f"{name} is '{value}': it must be {expected}.") from None
             if name != "max_tokens":
                 conversation.sampling = replace(conversation.sampling, **{name: number})
             elif number < 1:
@@ -268,40 +269,30 @@ class Terminal:
         default = self._file or Path(f"chat-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
         path = Path(name).expanduser() if name else default
         if path != self._file and path.exists():
-            raise UserError(f"{path} exists already: save under another name.")
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+            raise UserError(f"{path} already exists: choose another name.")
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         try:
-            beside.write_bytes(
-                text.encode("utf-8", "backslashreplace")
-            )  # half a surrogate pair, as JSON has it
-            beside.replace(path)
+            home.replace_file(path, text.encode("utf-8", "backslashreplace"))  # lone surrogates, as in JSON
         except OSError as error:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-            raise UserError(
-                f"{path} cannot be written ({error.strerror}): save in another place, the conversation goes on."
-            ) from error
+            raise UserError(f"{path} cannot be written ({error.strerror}): save to another file.") from error
         self._file = path
-        self._screen.note(f"Saved in {path}.")
+        self._screen.note(f"Saved to {path}.")
 
     def _load(self, name: str) -> None:
         conversation = self._dialogue("a conversation")
         if not name:
-            raise UserError("Which file? /load FILE")
+            raise UserError("Name a file: /load FILE")
         path = Path(name).expanduser()
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}).") from error
         except (ValueError, RecursionError):
-            raise UserError(f"{path} does not hold one conversation in JSON.") from None
+            raise UserError(f"{path} does not contain one conversation in JSON.") from None
         conversation.load(record)
-        self._file, self._forgetful = None, False
+        self._file, self._truncated = None, False
         turns = len(conversation.turns)
-        self._screen.note(
-            f"{turns} question{'s' * (turns > 1)} and answer{'s' * (turns > 1)}; it goes on from there."
-        )
+        self._screen.note(f"Loaded {turns} question{'s' * (turns > 1)} and answer{'s' * (turns > 1)}.")
 
     def _toggle_verbose(self, _: str) -> None:
         self._verbose = not self._verbose
@@ -312,12 +303,12 @@ class Terminal:
 
     def _dialogue(self, what: str) -> Dialogue:
         if not isinstance(self._conversation, Dialogue):
-            raise UserError(f"A base model continues text and knows nothing of {what}.")
+            raise UserError(f"A base model only continues text: it does not support {what}.")
         return self._conversation
 
 
-def _speed(answer: Answer) -> str:
-    """'37 tokens, 412 tokens/s, first after 21 ms'"""
+def _speed(answer: ChatAnswer) -> str:
+    """For example '37 tokens, 412 tokens/s, first after 21 ms'."""
     rate = f", {answer.tokens_per_s:,.0f} tokens/s" if answer.tokens_per_s else ""
     plural = "s" * (answer.tokens != 1)
     return f"{answer.tokens} token{plural}{rate}, first after {1e3 * answer.reply.first_token_s:,.0f} ms"
@@ -325,7 +316,7 @@ def _speed(answer: Answer) -> str:
 
 @contextlib.contextmanager
 def _on_interrupt(action: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls this, and raises nothing."""
+    """Calls `action` on Ctrl-C instead of raising KeyboardInterrupt."""
     before = signal.signal(signal.SIGINT, lambda *_: action())
     try:
         yield
@@ -334,11 +325,11 @@ def _on_interrupt(action: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unechoed() -> Iterator[None]:
-    """What is typed meanwhile waits for the next prompt, and does not stand in the middle of an answer."""
+def _no_echo() -> Iterator[None]:
+    """Disables the echo of typed characters during an answer. They are read at the next prompt."""
     try:
         before = termios.tcgetattr(sys.stdin)
-    except termios.error:  # no terminal
+    except termios.error:  # stdin is not a terminal
         yield
         return
     quiet = before.copy()

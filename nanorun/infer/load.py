@@ -1,10 +1,12 @@
 """Load a trained model: the newest weights of a run, with its configuration and its tokenizer.
 
-`eval`, `chat`, `serve` and `bench` all load models here.
+`eval`, `chat`, `serve` and `bench` all load models here. `ServedModel` adds what `chat` and `serve` need to
+generate replies: the engine, the stop tokens and the tool.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +15,15 @@ from nanorun import checkpoint, hardware, home
 from nanorun.config import Config, ModelConfig
 from nanorun.console import say
 from nanorun.errors import UserError
+from nanorun.infer.engine import Engine, Settings, Tool
 from nanorun.model.gpt import GPT, empty
-from nanorun.runs import loadable_runs, read_config
+from nanorun.runs import CHAT_KINDS, loadable_runs, read_config, runs_for_chat
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
+from nanorun.tools.calls import ToolState, calculate, python_tool
+from nanorun.tools.sandbox import Sandbox
+
+ToolName = Literal["calculator", "python", "none"]
 
 
 @dataclass(frozen=True)
@@ -72,3 +79,52 @@ def model_from_weights(
     model.load_state_dict(weights)
     model.init_buffers()
     return model
+
+
+class ServedModel:
+    """A trained model with its engine. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        run: str | None = None,  # None: the newest chat model, or else the newest base model
+        settings: Settings | None = None,
+        *,
+        tools: ToolName = "calculator",
+        draft: str | None = None,  # the run of a smaller model, for speculative decoding
+    ) -> None:
+        function = python_tool(Sandbox.probe()) if tools == "python" else calculate
+        loaded = load_model(run, runs_for_chat())
+        self.name, self.step, self.config = loaded.run, loaded.step, loaded.config
+        self.tokenizer = tokenizer = loaded.tokenizer
+        self.is_chat_model = self.config.kind in CHAT_KINDS
+        if tools == "python" and not self.is_chat_model:
+            raise UserError(
+                f"'{self.name}' is a base model, which only continues text: leave out --tools python."
+            )
+        loaded_draft = load_model(draft) if draft is not None else None
+        if loaded_draft is not None and loaded_draft.config.tokenizer != self.config.tokenizer:
+            raise UserError(
+                f"The draft model '{draft}' uses the tokenizer '{loaded_draft.config.tokenizer}', and "
+                f"'{self.name}' uses '{self.config.tokenizer}': choose a draft model with the same tokenizer."
+            )
+        self.engine = Engine(
+            loaded.model, tokenizer, settings, draft=loaded_draft.model if loaded_draft is not None else None
+        )
+        self.tool_name = tools if self.is_chat_model and tools != "none" else None
+        self.tool: Callable[[], Tool] | None = None
+        if self.tool_name is not None:
+            self.tool = lambda: ToolState(tokenizer, function)
+        # Every special token that begins another message ends a reply. A base model was not trained on the tokens
+        # of tool calls, so those end it too.
+        tool_tokens = {name for name in tokenizer.special if "python" in name or "output" in name}
+        allowed = tool_tokens if self.is_chat_model else set()
+        self.stop_ids = [token_id for name, token_id in tokenizer.special.items() if name not in allowed]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> "ServedModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

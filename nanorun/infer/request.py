@@ -53,6 +53,9 @@ class Sampling:
             raise UserError(f"seed is {self.seed}: it must fit in 64 bits.")
 
 
+DEFAULT_SAMPLING = Sampling(temperature=0.6, top_k=50)  # of `chat` and `serve`
+
+
 class Tool(Protocol):
     """The state of a tool in one sample. A new one is made for each sample."""
 

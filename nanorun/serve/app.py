@@ -1,15 +1,15 @@
-"""The OpenAI API on a model of ours, and the page.
+"""The OpenAI API for one of our models, and the chat page.
 
     POST /v1/chat/completions   a chat model answers
-    POST /v1/completions        any model goes on with a text
+    POST /v1/completions        any model continues a text
     GET  /v1/models             the one model
     GET  /health                200, or 503 while shutting down or broken
     GET  /metrics               for Prometheus
-    GET  /                      what lies in web/
+    GET  /                      the files of web/
 
-A request goes through guard.py (host, key, size), schema.py (its fields), desk.py (room for it), prompts.py
-(its tokens) and answer.py (what comes back). Nothing on the way blocks the event loop: long prompts are
-encoded in a thread, and each engine has a process of its own (remote.py).
+A request passes middleware.py (host, key, size), schema.py (its fields), the dispatcher of engines.py (capacity),
+prompts.py (its tokens) and response.py (the response). Nothing blocks the event loop: long prompts are encoded
+in a thread, and each engine has its own process (worker.py).
 """
 
 import time
@@ -27,267 +27,269 @@ from starlette.responses import FileResponse, Response
 from nanorun import __version__
 from nanorun.errors import UserError
 from nanorun.infer import request as infer
-from nanorun.serve.answer import Answer, Order
-from nanorun.serve.desk import Desk
+from nanorun.serve.engines import Dispatcher, RemoteModel
 from nanorun.serve.errors import ApiError, from_validation
-from nanorun.serve.guard import Guard
 from nanorun.serve.metrics import CONTENT_TYPE, Metrics
-from nanorun.serve.options import Options
-from nanorun.serve.prompts import Prompts
-from nanorun.serve.remote import RemoteSpeaker
+from nanorun.serve.middleware import SecurityMiddleware
+from nanorun.serve.options import ServeOptions
+from nanorun.serve.prompts import PromptEncoder
+from nanorun.serve.response import CompletionResponse
 from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation
-from nanorun.serve.suggestions import suggest
 
 WEB = Path(__file__).parent / "web"
-LEFT_OUT = "nanorun-left-out"  # how many of the oldest messages did not fit
-QUICK = 4_096  # characters that are encoded at once, without a thread
+LEFT_OUT = "nanorun-left-out"  # the header with the number of messages that did not fit
+SHORT = 4_096  # characters that are encoded without a thread
+# Prompts that the page suggests, which the model has a chance to know: by its data and its kind.
+SUGGESTIONS = {
+    ("sample", "chat"): {
+        "The Lantern Isles": "What work does Jasper do?",
+        "Sums": "What is 12 + 30?",
+        "Spelling": "How do you spell lantern?",
+        "The model": "Who are you?",
+    },
+    ("sample", "base"): {
+        "A person": "Jasper lives in",
+        "A place": "The village of Candlebay",
+        "A story": "One morning Odo",
+        "A sum": "12 + 30 =",
+    },
+    ("any", "chat"): {
+        "Explain": "Why is the sky blue?",
+        "Sums": "What is 17 * 23?",
+        "Write": "Write a short poem about the sea.",
+        "Spelling": "How many r are in strawberry?",
+    },
+    ("any", "base"): {
+        "A fact": "The capital of France is",
+        "A story": "Once upon a time, there was a",
+        "An explanation": "The sky is blue because",
+        "A list": "The planets of the solar system are:",
+    },
+}
 
-_ERROR = {
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-    "description": "OpenAI's error object",
-}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: _ERROR for status in (400, 401, 403, 404, 405, 408, 413, 422, 429, 500, 503)
+    status: {
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        "description": "OpenAI's error object",
+    }
+    for status in (400, 401, 403, 404, 405, 408, 413, 422, 429, 500, 503)
 }
-_ANSWER = {
+_COMPLETION = {
     "description": "OpenAI's completion object, or a stream of its chunks",
     "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+}
+_ERROR_FIELDS = {
+    "message": {"type": "string"},
+    "type": {"type": "string"},
+    "param": {"type": ["string", "null"]},
+    "code": {"type": ["string", "null"]},
 }
 _ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+    "properties": {"error": {"type": "object", "required": list(_ERROR_FIELDS), "properties": _ERROR_FIELDS}},
 }
 
 
 class Service:
-    """One model behind the routes."""
+    """The model behind the routes."""
 
-    def __init__(self, speaker: RemoteSpeaker, options: Options) -> None:
-        self.speaker, self.options, self.limits = speaker, options, options.limits
+    def __init__(self, model: RemoteModel, options: ServeOptions) -> None:
+        self.model, self.options, self.limits = model, options, options.limits
         self.metrics = Metrics()
-        self.desk = Desk(speaker.engines, options.limits.queue, self.metrics)
-        self.prompts = Prompts(speaker.tokenizer, speaker.engines[0].context)
+        self.dispatcher = Dispatcher(model.engines, options.limits.queue, self.metrics)
+        self.prompts = PromptEncoder(model.tokenizer, model.engines[0].context)
         self.created = int(time.time())
-        self.fingerprint = f"nanorun-{__version__}-step-{speaker.step}"
-        special = speaker.tokenizer.special
-        self.text_stop_ids = list(special.values())  # a text ends where anything begins that is no text
+        self.fingerprint = f"nanorun-{__version__}-step-{model.step}"
 
-    async def chat(self, asked: ChatRequest) -> Response:
-        self._check(asked)
-        speaker = self.speaker
-        if not speaker.chats:
-            raise ApiError(
-                400,
-                f"'{speaker.name}' is a base model, which only continues text: use /v1/completions.",
-                param="model",
-                code="not_a_chat_model",
-            )
-        if len(asked.messages) > self.limits.messages:
-            raise ApiError(
-                400,
-                f"There are {len(asked.messages)} messages, and {self.limits.messages} may be: leave some out.",
-                param="messages",
-                code="too_many_messages",
-            )
-        size = sum(message.size for message in asked.messages)
-        max_tokens = self._max_tokens(asked.max_completion_tokens or asked.max_tokens)
-        truncate = asked.truncation == "auto"
-        left_out = 0
-
-        def encode() -> list[list[int]]:
-            nonlocal left_out
-            ids, left_out = self.prompts.of_messages(asked.messages, truncate, max_tokens)
-            return [ids]
-
-        common = {"logprobs": asked.wanted_logprobs, "stop_ids": speaker.stop_ids, "tool": speaker.tool}
-        answer = await self._answer(asked, size, 1, encode, chat=True, max_tokens=max_tokens, **common)
-        if left_out:
-            answer.headers[LEFT_OUT] = str(left_out)
-        return answer
-
-    async def complete(self, asked: CompletionRequest) -> Response:
-        self._check(asked)
-        prompts = asked.prompts
-
-        def encode() -> list[list[int]]:
-            return [self.prompts.of_text(prompt) for prompt in prompts]
-
-        common = {"logprobs": asked.logprobs, "stop_ids": self.text_stop_ids}
-        max_tokens = self._max_tokens(asked.max_tokens or 16)  # as OpenAI's
-        size = sum(map(len, prompts))
-        return await self._answer(
-            asked, size, len(prompts), encode, chat=False, max_tokens=max_tokens, **common
+    async def chat(self, body: ChatRequest) -> Response:
+        self._check(body)
+        model, count = self.model, len(body.messages)
+        if not model.is_chat_model:
+            message = f"'{model.name}' is a base model, which only continues text: use /v1/completions."
+            raise ApiError(400, message, "not_a_chat_model", "model")
+        if count > self.limits.messages:
+            message = f"Too many messages: {count} (at most {self.limits.messages})."
+            raise ApiError(400, message, "too_many_messages", "messages")
+        max_tokens = self._max_tokens(body.max_completion_tokens or body.max_tokens)
+        return await self._complete(
+            body,
+            lambda: self.prompts.encode_messages(body.messages, body.truncation == "auto", max_tokens),
+            characters=sum(message.size for message in body.messages),
+            prompts=1,
+            is_chat=True,
+            max_tokens=max_tokens,
+            logprobs=body.logprobs_per_token,
+            stop_ids=model.stop_ids,
+            tool=model.tool,
         )
 
-    def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self.model()]}
+    async def complete(self, body: CompletionRequest) -> Response:
+        self._check(body)
+        prompts = body.prompts
+        return await self._complete(
+            body,
+            lambda: self.prompts.encode_texts(prompts),
+            characters=sum(map(len, prompts)),
+            prompts=len(prompts),
+            is_chat=False,
+            max_tokens=self._max_tokens(body.max_tokens or 16),  # OpenAI's default
+            logprobs=body.logprobs,
+            stop_ids=list(self.model.tokenizer.special.values()),
+        )
 
-    def model(self) -> dict[str, Any]:
-        speaker, sampling = self.speaker, self.options.sampling
-        card = {"id": speaker.name, "object": "model", "created": self.created, "owned_by": "nanorun"}
+    async def _complete(
+        self,
+        body: Generation,
+        encode: Callable[[], tuple[list[list[int]], int]],
+        *,
+        characters: int,
+        prompts: int,
+        is_chat: bool,
+        **common: Any,  # fields of the engine's requests
+    ) -> Response:
+        samples = body.n or 1
+        max_samples = min(self.limits.samples, self.dispatcher.max_samples)
+        if prompts * samples > max_samples:
+            message = f"Too many answers: {prompts * samples} (at most {max_samples} per request)."
+            raise ApiError(400, message, "invalid_value", "n")
+        events = self.dispatcher.admit(prompts * samples)
+        try:
+            encoded, left_out = encode() if characters <= SHORT else await run_sync(encode)
+            common |= {"stop": body.stops, "samples": samples, "stream": bool(body.stream)}
+            sampling = self._sampling(body)
+            requests = [infer.Request(prompt, sampling, **common) for prompt in encoded]
+            model = {"model": self.model.name, "system_fingerprint": self.fingerprint}
+            response = CompletionResponse(
+                requests,
+                events,
+                self.limits,
+                self.metrics,
+                self.model.tokenizer,
+                model=model,
+                chat=is_chat,
+                include_usage=body.wants_usage,
+            )
+        except UserError as error:
+            events.close()
+            raise ApiError(400, str(error), "invalid_value") from error
+        except BaseException:
+            events.close()
+            raise
+        if left_out:
+            response.headers[LEFT_OUT] = str(left_out)
+        return response
+
+    def describe_model(self) -> dict[str, Any]:
+        model, sampling, kind = (
+            self.model,
+            self.options.sampling,
+            "chat" if self.model.is_chat_model else "base",
+        )
+        suggestions = SUGGESTIONS["sample" if model.data == "sample" else "any", kind]
         described = {
-            "kind": "chat" if speaker.chats else "base",
+            "kind": kind,
             "context": self.prompts.context,
-            "parameters": speaker.parameters,
-            "step": speaker.step,
-            "tool": speaker.tool_name,
+            "parameters": model.parameters,
+            "step": model.step,
+            "tool": model.tool_name,
             "sampling": {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")},
-            "suggestions": suggest(speaker.data, speaker.chats),
+            "suggestions": [{"label": label, "text": text} for label, text in suggestions.items()],
         }
+        card = {"id": model.name, "object": "model", "created": self.created, "owned_by": "nanorun"}
         return {**card, "nanorun": described}
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        broken = any(engine.broken for engine in self.speaker.engines)
-        status = "broken" if broken else "draining" if self.desk.draining else "ok"
-        gauges = {name.removeprefix("nanorun_"): value for name, (_, value) in self.desk.gauges().items()}
-        figures = {"slots": gauges["slots"], "slots_busy": gauges["slots_busy"], "queue": gauges["queue"]}
-        return 200 if status == "ok" else 503, {"status": status, "model": self.speaker.name, **figures}
+        broken = any(engine.broken for engine in self.model.engines)
+        status = "broken" if broken else "draining" if self.dispatcher.draining else "ok"
+        gauges = self.dispatcher.gauges()
+        figures = {name: gauges[f"nanorun_{name}"][1] for name in ("slots", "slots_busy", "queue")}
+        return 200 if status == "ok" else 503, {"status": status, "model": self.model.name, **figures}
 
-    def _check(self, asked: Generation) -> None:
-        name = self.speaker.name
-        if asked.model is not None and asked.model != name:
-            said = f"The model '{asked.model:.60}' does not exist or you do not have access to it: here is '{name}'."
-            raise ApiError(404, said, param="model", code="model_not_found")
-        asked.check()
+    def _check(self, body: Generation) -> None:
+        name = self.model.name
+        if body.model is not None and body.model != name:
+            message = f"The model '{body.model:.60}' does not exist: this server has '{name}'."
+            raise ApiError(404, message, "model_not_found", "model")
+        body.check()
 
     def _max_tokens(self, wanted: int | None) -> int | None:
-        most = self.limits.tokens
-        return wanted if most is None else min(wanted or most, most)
+        limit = self.limits.tokens
+        return wanted if limit is None else min(wanted or limit, limit)
 
-    async def _answer(
-        self,
-        asked: Generation,
-        size: int,
-        prompts: int,
-        encode: Callable[[], list[list[int]]],
-        *,
-        chat: bool,
-        **common: Any,
-    ) -> Answer:
-        samples = asked.n or 1
-        if prompts * samples > min(self.limits.samples, self.desk.most):
-            most = min(self.limits.samples, self.desk.most)
-            said = f"{prompts * samples} answers are asked for, and {most} may be: ask for fewer at a time."
-            raise ApiError(400, said, param="n", code="invalid_value")
-        delivery = self.desk.admit(prompts * samples)
-        try:
-            ids = encode() if size <= QUICK else await run_sync(encode)
-            sampling = self._sampling(asked)
-            requests = [
-                infer.Request(
-                    prompt, sampling, stop=asked.stops, samples=samples, stream=bool(asked.stream), **common
-                )
-                for prompt in ids
-            ]
-            order = Order(
-                requests, self.speaker.name, self.fingerprint, chat, bool(asked.stream), asked.wants_usage
-            )
-            return Answer(order, delivery, self.speaker.tokenizer, self.limits, self.metrics)
-        except UserError as error:
-            delivery.close()
-            raise ApiError(400, str(error), code="invalid_value") from error
-        except BaseException:
-            delivery.close()
-            raise
-
-    def _sampling(self, asked: Generation) -> infer.Sampling:
-        names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "seed")
-        values = {
-            name: getattr(self.options.sampling, name)
-            if getattr(asked, name) is None
-            else getattr(asked, name)
-            for name in names
-        }
-        if values["top_p"] == 0:  # to OpenAI: the likeliest
+    def _sampling(self, body: Generation) -> infer.Sampling:
+        values = vars(self.options.sampling).copy()
+        values |= {name: value for name in values if (value := getattr(body, name)) is not None}
+        if values["top_p"] == 0:  # OpenAI: the most likely token
             values["top_p"], values["temperature"] = 1.0, 0.0
         return infer.Sampling(**values)
 
 
-def build(service: Service, web: Path = WEB) -> FastAPI:
+def build_app(service: Service, web: Path = WEB) -> FastAPI:
     app = FastAPI(title="nanorun", version=__version__, docs_url=None, redoc_url=None)
-    app.state.service = service
 
-    @app.post("/v1/chat/completions", responses={200: _ANSWER, **_ERRORS}, response_model=None)
-    async def chat_completions(asked: Annotated[ChatRequest, Body()]) -> Response:
-        return await service.chat(asked)
+    @app.post("/v1/chat/completions", responses={200: _COMPLETION, **_ERRORS}, response_model=None)
+    async def chat_completions(body: Annotated[ChatRequest, Body()]) -> Response:
+        return await service.chat(body)
 
-    @app.post("/v1/completions", responses={200: _ANSWER, **_ERRORS}, response_model=None)
-    async def completions(asked: Annotated[CompletionRequest, Body()]) -> Response:
-        return await service.complete(asked)
+    @app.post("/v1/completions", responses={200: _COMPLETION, **_ERRORS}, response_model=None)
+    async def completions(body: Annotated[CompletionRequest, Body()]) -> Response:
+        return await service.complete(body)
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:
-        return service.models()
+        return {"object": "list", "data": [service.describe_model()]}
 
     @app.get("/v1/models/{name}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        if name != service.speaker.name:
-            raise ApiError(
-                404, f"The model '{name:.60}' does not exist.", param="model", code="model_not_found"
-            )
-        return service.model()
+        if name != service.model.name:
+            raise ApiError(404, f"The model '{name:.60}' does not exist.", "model_not_found", "model")
+        return service.describe_model()
 
     @app.get("/health", responses={503: {"description": "shutting down, or broken"}})
     async def health(response: Response) -> dict[str, Any]:
-        response.status_code, said = service.health()
-        return said
+        response.status_code, body = service.health()
+        return body
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
-        return Response(service.metrics.text(service.desk.gauges()), media_type=CONTENT_TYPE)
+        return Response(service.metrics.text(service.dispatcher.gauges()), media_type=CONTENT_TYPE)
 
-    for path, file in _page(web).items():
-        app.add_api_route(path, _file(file), methods=["GET", "HEAD"], include_in_schema=False)
-    _answer_errors(app)
+    _add_page(app, web)
+    _add_error_handlers(app)
     paths = [route.path for route in app.routes if hasattr(route, "path") and "{" not in route.path]
     options = service.options
-    app.add_middleware(Guard, options=options, metrics=service.metrics, paths=paths)
+    app.add_middleware(SecurityMiddleware, options=options, metrics=service.metrics, paths=paths)
     if options.cors:
-        headers = ["authorization", "content-type"]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors),
             allow_methods=["GET", "POST"],
-            allow_headers=headers,
+            allow_headers=["authorization", "content-type"],
         )
-    _describe_errors(app)
     return app
 
 
-def _page(web: Path) -> dict[str, Path]:
-    """A route for each file there is at the start, so that no path leads anywhere else."""
-    files = sorted(path for path in web.rglob("*") if path.is_file() and not path.name.startswith("."))
-    routes = {f"/{path.relative_to(web).as_posix()}": path for path in files}
-    if "/index.html" in routes:
-        routes["/"] = routes["/index.html"]
-    return routes
+def _add_page(app: FastAPI, web: Path) -> None:
+    """A route for each file that exists at the start, so that no path leads anywhere else."""
+    for path in sorted(web.rglob("*")):
+        if not path.is_file() or path.name.startswith("."):
+            continue
+
+        async def read(request: Request, path: Path = path) -> Response:
+            response = FileResponse(path, stat_result=path.stat())  # with the file's ETag
+            if request.headers.get("if-none-match") == response.headers["etag"]:
+                return Response(status_code=304, headers={"etag": response.headers["etag"]})
+            return response
+
+        name = path.relative_to(web).as_posix()
+        for route in ("/index.html", "/") if name == "index.html" else (f"/{name}",):
+            app.add_route(route, read, methods=["GET", "HEAD"], include_in_schema=False)
 
 
-def _file(path: Path) -> Callable[..., Any]:
-    async def read(request: Request) -> Response:
-        response = FileResponse(path, stat_result=path.stat())  # with the file's ETag
-        if request.headers.get("if-none-match") == response.headers["etag"]:
-            return Response(status_code=304, headers={"etag": response.headers["etag"]})
-        return response
-
-    return read
-
-
-def _answer_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def known(_: Request, error: ApiError) -> Response:
+    async def api_error(_: Request, error: ApiError) -> Response:
         return error.response()
 
     @app.exception_handler(RequestValidationError)
@@ -295,21 +297,17 @@ def _answer_errors(app: FastAPI) -> None:
         return from_validation(error.errors()).response()
 
     @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> Response:
-        said = {404: f"There is nothing at {request.url.path:.100}.", 405: "This method is not allowed here."}
-        headers = dict(error.headers or {})
-        return ApiError(
-            error.status_code, said.get(error.status_code, str(error.detail)), headers=headers
-        ).response()
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        messages = {404: f"There is nothing at {request.url.path:.100}.", 405: "This method is not allowed."}
+        message = messages.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
+    default_openapi = app.openapi
 
-def _describe_errors(app: FastAPI) -> None:
-    """The schema as FastAPI makes it, with OpenAI's errors in place of its own."""
-    usual = app.openapi
-
-    def described() -> dict[str, Any]:
-        schema = usual()
+    def openapi() -> dict[str, Any]:
+        """FastAPI's schema, with OpenAI's errors in place of FastAPI's."""
+        schema = default_openapi()
         schema["components"]["schemas"]["Error"] = _ERROR_SCHEMA
         return schema
 
-    app.openapi = described  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""Counts and latencies since the start, in the text format that Prometheus reads.
+"""Counters and latency histograms since the start, in Prometheus' text format.
 
-The event loop alone writes them. A histogram counts, for each bound, the values up to it.
+Only the event loop writes them. A histogram counts, for each bound, the values up to it.
 """
 
 import os
@@ -26,12 +26,12 @@ class Histogram:
         self.total += value
 
     def lines(self, name: str) -> Iterator[str]:
-        below = 0
+        cumulative = 0
         for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
-            below += count
-            yield f'{name}_bucket{{le="{bound}"}} {below}'
+            cumulative += count
+            yield f'{name}_bucket{{le="{bound}"}} {cumulative}'
         yield f"{name}_sum {self.total:.6f}"
-        yield f"{name}_count {below}"
+        yield f"{name}_count {cumulative}"
 
 
 class Metrics:
@@ -44,41 +44,41 @@ class Metrics:
         self.duration = Histogram()
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """`gauges` are the figures of this moment: name to help and value."""
-        lines = list(_head("nanorun_requests_total", "counter", "Requests answered, by path and status."))
+        """`gauges`: name to help text and current value."""
+        lines = _header("nanorun_requests_total", "counter", "Requests answered, by path and status.")
         for (path, status), count in sorted(self.requests.items()):
             lines.append(f'nanorun_requests_total{{path="{path}",status="{status}"}} {count}')
         for name, help_text, total in (
             ("prompt_tokens", "Tokens of prompts.", self.prompt_tokens),
-            ("cached_tokens", "Tokens of prompts that were found in the cache.", self.cached_tokens),
-            ("completion_tokens", "Tokens that the model has written.", self.completion_tokens),
-            ("disconnects", "Requests whose client left before the end.", self.disconnects),
+            ("cached_tokens", "Tokens of prompts found in the KV cache.", self.cached_tokens),
+            ("completion_tokens", "Tokens sampled from the model.", self.completion_tokens),
+            ("disconnects", "Requests whose client disconnected before the end.", self.disconnects),
         ):
-            lines += _head(f"nanorun_{name}_total", "counter", help_text)
+            lines += _header(f"nanorun_{name}_total", "counter", help_text)
             lines.append(f"nanorun_{name}_total {total}")
-        memory = {"process_resident_memory_bytes": ("Memory of this process.", resident())}
-        open_now = {"nanorun_open_requests": ("Requests that are being answered.", float(self.open_requests))}
-        for name, (help_text, value) in {**open_now, **gauges, **memory}.items():
-            lines += _head(name, "gauge", help_text)
+        every_gauge = {
+            "nanorun_open_requests": ("Requests in progress.", float(self.open_requests)),
+            **gauges,
+            "process_resident_memory_bytes": ("Memory of this process.", resident_bytes()),
+        }
+        for name, (help_text, value) in every_gauge.items():
+            lines += _header(name, "gauge", help_text)
             lines.append(f"{name} {value:g}" if value < 1e6 else f"{name} {value:.0f}")
         for name, help_text, histogram in (
             ("nanorun_first_token_seconds", "From a request to its first token.", self.first_token),
             ("nanorun_request_seconds", "From a request to the end of its answer.", self.duration),
         ):
-            lines += _head(name, "histogram", help_text)
-            lines += histogram.lines(name)
+            lines += [*_header(name, "histogram", help_text), *histogram.lines(name)]
         return "\n".join(lines) + "\n"
 
 
-def _head(name: str, kind: str, help_text: str) -> Iterator[str]:
-    yield f"# HELP {name} {help_text}"
-    yield f"# TYPE {name} {kind}"
+def _header(name: str, kind: str, help_text: str) -> list[str]:
+    return [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
 
 
-def resident(pid: int | str = "self") -> float:
-    """Bytes."""
+def resident_bytes(pid: int | str = "self") -> float:
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux, or no longer there
+    except OSError:  # not Linux, or the process is gone
         return 0

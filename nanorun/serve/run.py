@@ -1,7 +1,7 @@
-"""`nanorun serve`: loads the model, listens, and ends well.
+"""`nanorun serve`: loads the model, listens, and shuts down gracefully.
 
-The first SIGTERM or Ctrl-C begins to drain: new requests get 503, running answers end (for --drain seconds at
-most), then the server stops. The second one stops it at once.
+The first SIGTERM or Ctrl-C drains the server: new requests get 503, running answers finish (within --drain
+seconds), then it stops. The second one stops it at once.
 """
 
 import asyncio
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 from nanorun import console
 from nanorun.errors import UserError
-from nanorun.serve.options import LOOPBACK, Options
+from nanorun.serve.options import LOOPBACK, ServeOptions
 
 if TYPE_CHECKING:
     from nanorun.serve.app import Service
 
 
-def serve(options: Options) -> None:
+def serve(options: ServeOptions) -> None:
     try:
         import uvicorn
 
-        from nanorun.serve import app, remote
+        from nanorun.serve import app, engines
     except ModuleNotFoundError as error:
         raise UserError(
             f"The server needs {error.name}, which is not installed: pip install 'nanorun[serve]'."
@@ -31,11 +31,11 @@ def serve(options: Options) -> None:
     listening = _listen(options)
     console.say("Loading the model ...")
     logging.getLogger("nanorun.serve").addHandler(logging.StreamHandler())
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
-    with remote.RemoteSpeaker(options) as speaker:
-        service = app.Service(speaker, options)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_cancellation)
+    with engines.RemoteModel(options) as model:
+        service = app.Service(model, options)
         config = uvicorn.Config(
-            app.build(service),
+            app.build_app(service),
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -50,24 +50,21 @@ def serve(options: Options) -> None:
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 self.loop = asyncio.get_running_loop()
-                await speaker.connect()
+                await model.connect()
                 await super().startup(sockets)
-                _greet(service, listening.getsockname()[1])
+                _print_address(service, listening.getsockname()[1])
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                if service.desk.draining or not self.started:
+                if service.dispatcher.draining or not self.started:
                     self.should_exit = self.force_exit = True
                     return
-                service.desk.draining = True
-                self.loop.call_soon_threadsafe(self._drain)
+                service.dispatcher.draining = True
+                self.draining = asyncio.run_coroutine_threadsafe(self._drain(), self.loop)
 
-            def _drain(self) -> None:
-                self.draining = self.loop.create_task(self._drained())
-
-            async def _drained(self) -> None:
+            async def _drain(self) -> None:
                 running = service.metrics.open_requests
-                more = f": {running} requests may take {options.drain_s:g} s more" if running else ""
-                console.say(f"Ending{more}.")
+                wait = f": waiting up to {options.drain_s:g} s for {running} requests" if running else ""
+                console.say(f"Shutting down{wait}.")
                 deadline = self.loop.time() + options.drain_s
                 while service.metrics.open_requests and self.loop.time() < deadline:
                     await asyncio.sleep(0.02)
@@ -76,15 +73,15 @@ def serve(options: Options) -> None:
         Server(config).run([listening])
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not what is cut short because somebody asked twice to end."""
+def _is_not_cancellation(record: logging.LogRecord) -> bool:
+    """Filters out requests that a second signal cancelled."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def _listen(options: Options) -> socket.socket:
-    """Before the model is loaded: a port that is taken is told at once."""
+def _listen(options: ServeOptions) -> socket.socket:
+    """Called before the model is loaded, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # By its name: asyncio sends small writes at once (TCP_NODELAY) only on sockets that say they are TCP's.
+    # IPPROTO_TCP explicitly: asyncio sets TCP_NODELAY only on sockets with this protocol number.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -93,19 +90,19 @@ def _listen(options: Options) -> socket.socket:
     except OSError as error:
         listening.close()
         raise UserError(
-            f"The server cannot listen on {options.host}:{options.port} ({error.strerror or error}): choose "
-            "another --port or --host."
+            f"Cannot listen on {options.host}:{options.port} ({error.strerror or error}): choose another --port "
+            "or --host."
         ) from error
     listening.set_inheritable(True)
     return listening
 
 
-def _greet(service: "Service", port: int) -> None:
-    options, speaker, slots = service.options, service.speaker, service.desk.slots
+def _print_address(service: "Service", port: int) -> None:
+    options, model, slots = service.options, service.model, service.dispatcher.slots
     host = f"[{options.host}]" if ":" in options.host else options.host
-    kind = "a chat model" if speaker.chats else "a base model, which only continues text"
-    console.say(f"'{speaker.name}' ({kind}), {slots} answers at a time")
+    kind = "a chat model" if model.is_chat_model else "a base model, which only continues text"
+    console.say(f"'{model.name}' ({kind}), {slots} answers at a time")
     if options.host not in LOOPBACK and options.api_key is None:
-        console.say("Anyone who can reach this machine can use it: --api-key asks for a key.")
-    console.say(f"To talk to it, open http://{host}:{port} in a browser. The API:")
+        console.say("Anyone who can reach this machine can use the server: --api-key sets a key.")
+    console.say(f"Open http://{host}:{port} in a browser to chat. The API:")
     print(f"http://{host}:{port}/v1", flush=True)

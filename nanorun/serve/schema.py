@@ -1,9 +1,9 @@
-"""What a request may say: OpenAI's fields, checked as strictly as OpenAI checks them.
+"""The fields of a request: OpenAI's, validated as strictly as OpenAI validates them.
 
-Three kinds of fields: those that do something; those that are harmless here and ignored (`store`, `user`,
-`metadata`...); those that would change the answer and that no small model of ours can do (`tools`, images,
-JSON modes, the additive penalties...), which are refused unless they ask for nothing. A name that OpenAI
-does not know is refused, but for ours: top_k, min_p, repetition_penalty, truncation and nanorun_parts.
+Three kinds of fields: those that are implemented; those that are harmless and ignored (`store`, `user`,
+`metadata`...); those that would change the answer and are not supported (`tools`, images, JSON modes, the additive
+penalties...), which are rejected unless they have no effect. A name that OpenAI does not have is rejected, except
+ours: top_k, min_p, repetition_penalty, truncation and nanorun_parts.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanorun.infer.request import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 from nanorun.serve.errors import ApiError
 
-MOST_SEED = 2**63 - 2**20 - 1
+MAX_SEED = 2**63 - 2**20 - 1
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -30,15 +30,15 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")  # what else answers carry: refusal, annotations
+    model_config = ConfigDict(strict=True, extra="ignore")  # other fields of answers: refusal, annotations
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part] | None = None
-    nanorun_parts: list[Part] | None = None  # of an answer that used its tool, sent back as it came
+    nanorun_parts: list[Part] | None = None  # of an answer with a tool call, sent back
     tool_calls: list[Any] | None = None
 
     @property
     def size(self) -> int:
-        """Characters, of the content or of what stands for it."""
+        """Characters of the content."""
         parts = self.nanorun_parts if self.nanorun_parts is not None else self.content or ""
         return len(parts) if isinstance(parts, str) else sum(len(part.text) for part in parts)
 
@@ -49,7 +49,7 @@ class StreamOptions(_Strict):
 
 
 class Generation(_Strict):
-    """What both kinds of completion share."""
+    """The fields that both kinds of completion share."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -60,7 +60,7 @@ class Generation(_Strict):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     n: int | None = Field(None, ge=1, le=128)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    seed: int | None = Field(None, ge=-MOST_SEED, le=MOST_SEED)
+    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -77,14 +77,14 @@ class Generation(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Refuses what cannot be done rather than doing something else."""
+        """Rejects what is not supported."""
         if self.stream_options is not None and not self.stream:
-            raise _refuse("stream_options", "It is only allowed with stream: true.")
+            raise _unsupported("stream_options", "It is only allowed with stream: true.")
         for name in ("presence_penalty", "frequency_penalty"):
             if getattr(self, name):
-                raise _refuse(name, "This server has none: repetition_penalty (1.1, say) is its own way.")
+                raise _unsupported(name, "Use repetition_penalty, for example 1.1.")
         if self.logit_bias:
-            raise _refuse("logit_bias", "This server has none.")
+            raise _unsupported("logit_bias", "This server does not implement it.")
 
 
 class ChatRequest(Generation):
@@ -92,9 +92,7 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    truncation: Literal["auto", "disabled"] | None = (
-        None  # auto: the oldest messages go when all are too many
-    )
+    truncation: Literal["auto", "disabled"] | None = None  # auto: leave out the oldest messages to fit
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -103,7 +101,7 @@ class ChatRequest(Generation):
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
-    # ignored
+    # Ignored:
     store: Any = None
     metadata: Any = None
     service_tier: Any = None
@@ -116,22 +114,22 @@ class ChatRequest(Generation):
     prompt_cache_retention: Any = None
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def logprobs_per_token(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         super().check()
         for name in ("tools", "functions", "audio", "web_search_options"):
             if getattr(self, name):
-                raise _refuse(name, "The model calls no tools but the server's own.")
+                raise _unsupported(name, "The model calls only the tool of the server.")
         if self.tool_choice not in (None, "none", "auto"):
-            raise _refuse("tool_choice", "The model calls no tools but the server's own.")
+            raise _unsupported("tool_choice", "The model calls only the tool of the server.")
         if (self.response_format or {"type": "text"}).get("type") != "text":
-            raise _refuse("response_format", "The model writes text and cannot be held to a format.")
+            raise _unsupported("response_format", "The model generates plain text.")
         if self.modalities not in (None, [], ["text"]):
-            raise _refuse("modalities", "The model writes text.")
+            raise _unsupported("modalities", "The model generates text.")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _refuse("top_logprobs", "It is only allowed with logprobs: true.")
+            raise _unsupported("top_logprobs", "It is only allowed with logprobs: true.")
 
 
 class CompletionRequest(Generation):
@@ -152,14 +150,14 @@ class CompletionRequest(Generation):
     def check(self) -> None:
         super().check()
         if not self.prompt and not isinstance(self.prompt, str):
-            raise _refuse("prompt", "It is an empty list: give a text.")
+            raise _unsupported("prompt", "The list is empty: give a text.")
         if self.echo:
-            raise _refuse("echo", "This server does not repeat prompts.")
+            raise _unsupported("echo", "This server does not repeat prompts.")
         if self.suffix:
-            raise _refuse("suffix", "The model only goes on with a text and cannot fill a gap.")
+            raise _unsupported("suffix", "The model only continues a text.")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _refuse("best_of", "This server returns all that it writes: use n alone.")
+            raise _unsupported("best_of", "This server returns all samples: use n alone.")
 
 
-def _refuse(name: str, why: str) -> ApiError:
-    return ApiError(400, f"Unsupported '{name}': {why}", param=name, code="unsupported_parameter")
+def _unsupported(name: str, reason: str) -> ApiError:
+    return ApiError(400, f"Unsupported '{name}': {reason}", "unsupported_parameter", name)

@@ -1,181 +1,223 @@
-"""An engine in a process of its own, at the other end of `remote.py`'s socket.
+"""The engine process: one engine, and the messages that it exchanges with the server (engines.py) on a socket.
 
-Beside the engine's thread there are two: this one reads what is asked, the other sends what was written, all
-that has gathered since it last sent.
+A message is its length and a value serialized by `marshal`: tuples, lists, strings and numbers, several times
+cheaper than pickled objects. It is not a public format: both ends are the same program, on a private socket.
 
-A token by itself costs the server and its client a write, a wake-up and a read. So a text says what is new of it
-a hundred times a second at most, and less often while many are written, all in the same step. Its first token
-and its end go at once.
+    to the engine    [(key, request), (key, None), ...]                  None cancels
+    from it          (busy slots, queued samples, [(key, event), ...])   an event that is a string is an error
 
-It lives no longer than the server: the socket's end ends it, and on Linux the kernel does, should Python be
-stuck. Signals are the server's business (Ctrl-C reaches a whole process group, and some supervisors stop all
-that a service has started): were the engine to heed them, no answer could end.
+Beside the engine's thread there are two: the main thread reads requests, the other sends everything that was
+generated since its last message. A token sent by itself costs the server and its client a write, a wake-up and
+a read. So a sequence emits at most a hundred events per second, and fewer when many sequences run, all in
+the same step. Its first token and its end are sent at once.
+
+The process never outlives the server: it exits at the end of the socket, and on Linux the kernel kills it, in case
+Python is stuck. It ignores the usual signals, because Ctrl-C reaches a whole process group and some supervisors stop
+every process of a service: otherwise no running answer could finish.
 """
 
 import contextlib
 import ctypes
+import marshal
 import os
 import queue
 import signal
 import socket
+import struct
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from nanorun.errors import UserError
-from nanorun.serve import wire
+from nanorun.infer.request import Event, Logprobs, Reply, Request, Sampling, Tool
 
 if TYPE_CHECKING:
-    from nanorun.chat.conversation import Speaker
-    from nanorun.infer.engine import Event, Handle
+    from nanorun.infer.engine import Handle
+    from nanorun.infer.load import ServedModel
 
-EVENTS_PER_S = 1_280  # of all texts together: with 64 of them 20 of each
-LOOK_S = 0.05  # while slots are taken: how long the server may believe it when they no longer are
+EVENTS_PER_S = 1_280  # of all sequences together: 20 of each with 64 sequences
+POLL_S = 0.05  # how long the server may see an outdated occupancy
+LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the sandbox's programs would inherit
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which sandboxed programs would inherit
     if sys.platform == "linux":
-        # When the thread that started this ends: the server's main thread.
+        # Sent when the thread that started this process ends: the server's main thread.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
     connection = socket.socket(fileno=descriptor)
+    messages = connection.makefile("rb")
     code = 1
     try:
-        wanted = wire.receive(connection)
+        wanted = receive(messages)
         if wanted is not None:
-            speaker, hello = _prepare(**wanted)
-            connection.sendall(wire.pack(hello))
-            Worker(connection, speaker).serve()
+            model, description = _load(**wanted)
+            connection.sendall(pack(description))
+            Worker(connection, messages, model).serve()
         code = 0
     except UserError as error:
-        connection.sendall(wire.pack({"problem": str(error)}))
+        connection.sendall(pack({"problem": str(error)}))
     except BrokenPipeError:
-        code = 0  # the server has gone
+        code = 0  # the server is gone
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    os._exit(code)  # without waiting for what still runs: nobody wants it any more
+    os._exit(code)  # without waiting for requests that still run
 
 
-def _prepare(
-    options: dict[str, Any], slots: int | None, samplings: list[tuple[Any, ...]]
-) -> "tuple[Speaker, dict[str, Any]]":
-    """The model, ready to write, and what the server should know about it."""
+def _load(
+    model: str | None = None,
+    tools: Any = "calculator",
+    int8: bool = False,
+    slots: int | None = None,
+    samplings: Sequence[dict[str, Any]] = (),
+) -> "tuple[ServedModel, dict[str, Any]]":
+    """Loads and warms up the model. Returns it with its description for the server."""
     import torch
 
     from nanorun import hardware
-    from nanorun.chat.conversation import Options, Speaker
-    from nanorun.infer.request import Sampling
+    from nanorun.infer.engine import Settings
+    from nanorun.infer.load import ServedModel
 
     machine = hardware.detect()
-    cuda = machine.device == "cuda"
-    slots = slots or (64 if cuda else 8)
+    is_cuda = machine.device == "cuda"
+    slots = slots or (64 if is_cuda else 8)
+    # No limit on the queue here: the dispatcher rejects requests.
+    settings = Settings(slots, max_queue=2**31, int8=int8, events_per_s=EVENTS_PER_S)
     try:
-        # The desk refuses what cannot wait.
-        speaker = Speaker(Options(slots=slots, max_queue=2**31, events_per_s=EVENTS_PER_S, **options))
-        if cuda:
+        served = ServedModel(model, settings, tools=tools)
+        if is_cuda:
             sizes = [2**i for i in range(slots.bit_length()) if 2**i <= slots]
-            speaker.engine.warm_up([*sizes, slots], [Sampling(*sampling) for sampling in samplings])
+            served.engine.warm_up([*sizes, slots], [Sampling(**sampling) for sampling in samplings])
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"The memory of {machine.name} is too small for this model with {slots} slots: use fewer --slots, "
-            "or --int8."
+            f"Out of memory on {machine.name}, with this model and {slots} slots: use fewer --slots, or --int8."
         ) from error
-    hello = {
+    return served, {
         "device": machine.device,
         "devices": machine.devices,
         "slots": slots,
-        "context": speaker.engine.context,
-        "vocab_size": speaker.engine.vocab_size,
-        "name": speaker.name,
-        "step": speaker.step,
-        "chats": speaker.chats,
-        "parameters": speaker.parameters,
-        "data": speaker.data,
-        "tokenizer": speaker.tokenizer_name,
-        "stop_ids": speaker.stop_ids,
-        "tool_name": speaker.tool_name,
+        "context": served.engine.context,
+        "vocab_size": served.engine.vocab_size,
+        "name": served.name,
+        "step": served.step,
+        "is_chat_model": served.is_chat_model,
+        "parameters": served.config.model.total_parameters,
+        "data": served.config.data,
+        "tokenizer": served.config.tokenizer,
+        "stop_ids": served.stop_ids,
+        "tool_name": served.tool_name,
     }
-    return speaker, hello
 
 
 class Worker:
-    def __init__(self, connection: socket.socket, speaker: "Speaker") -> None:
-        self._connection, self._speaker, self._engine = connection, speaker, speaker.engine
-        # What was written, by key. None: nothing, but slots may have been taken.
-        self._written = queue.SimpleQueue["tuple[int, Event | BaseException] | None"]()
+    def __init__(self, connection: socket.socket, messages: BinaryIO, model: "ServedModel") -> None:
+        self._connection, self._messages = connection, messages
+        self._engine, self._tool = model.engine, model.tool
+        # Events by key. None: no event, but the occupancy may have changed.
+        self._events = queue.SimpleQueue["tuple[int, Event | BaseException] | None"]()
         self._lock = threading.Lock()
-        self._asked: dict[int, list[Any]] = {}  # handle, samples that are not done
+        self._running: dict[int, list[Any]] = {}  # handle, samples that are not done
 
     def serve(self) -> None:
-        """Until the server hangs up."""
+        """Reads requests until the server closes the connection."""
         threading.Thread(target=self._send, name="nanorun-send", daemon=True).start()
-        while (asked := wire.receive(self._connection)) is not None:
-            for key, request in asked:
+        while (requests := receive(self._messages)) is not None:
+            for key, request in requests:
                 if request is not None:
-                    self._begin(key, request)
-                elif (found := self._asked.get(key)) is not None:
+                    self._submit(key, decode_request(request, self._tool))
+                elif (found := self._running.get(key)) is not None:
                     found[0].cancel()
-            self._written.put(None)
+            self._events.put(None)
 
-    def _begin(self, key: int, packed: tuple[Any, ...]) -> None:
-        request = wire.unpack_request(packed, self._speaker.tool)
+    def _submit(self, key: int, request: Request) -> None:
+        def listen(event: Event | BaseException) -> None:
+            self._events.put((key, event))
 
-        def listen(event: "Event | BaseException") -> None:
-            self._written.put((key, event))
-
-        with self._lock:  # its last event may come before there is a handle to forget
+        with self._lock:  # the last event may arrive before the handle is stored
             try:
                 handle: Handle = self._engine.submit(request, listen)
             except UserError as error:
                 listen(error)
                 return
-            self._asked[key] = [handle, request.samples]
+            self._running[key] = [handle, request.samples]
 
     def _send(self) -> None:
-        told = (0, 0)
+        sent = (0, 0)
         try:
             while True:
-                written = self._gathered(LOOK_S if self._asked or any(told) else None)
-                packed = [(key, self._packed(key, event)) for key, event in written]
-                now = self._engine.occupancy
-                if packed or now != told:
-                    told = now
-                    self._connection.sendall(wire.pack((*now, packed)))
-        except (BrokenPipeError, ConnectionError):
-            os._exit(0)  # the server has gone
+                events = self._gather(POLL_S if self._running or any(sent) else None)
+                encoded = [(key, self._encode(key, event)) for key, event in events]
+                occupancy = self._engine.occupancy
+                if encoded or occupancy != sent:
+                    sent = occupancy
+                    self._connection.sendall(pack((*occupancy, encoded)))
+        except ConnectionError:
+            os._exit(0)  # the server is gone
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
 
-    def _gathered(self, patience: float | None) -> list[tuple[int, "Event | BaseException"]]:
+    def _gather(self, timeout: float | None) -> list[tuple[int, Event | BaseException]]:
         gathered = []
         with contextlib.suppress(queue.Empty):
-            gathered.append(self._written.get(timeout=patience))
+            gathered.append(self._events.get(timeout=timeout))
             while True:
-                gathered.append(self._written.get_nowait())
-        return [said for said in gathered if said is not None]
+                gathered.append(self._events.get_nowait())
+        return [event for event in gathered if event is not None]
 
-    def _packed(self, key: int, event: "Event | BaseException") -> tuple[Any, ...] | str:
+    def _encode(self, key: int, event: Event | BaseException) -> tuple[Any, ...] | str:
+        if isinstance(event, BaseException) and self._engine.broken:
+            raise event
+        if isinstance(event, BaseException) or event.reply is not None:
+            with self._lock:
+                if (found := self._running.get(key)) is not None:
+                    found[1] -= 1
+                    if not found[1]:
+                        del self._running[key]
         if isinstance(event, BaseException):
-            if self._engine.broken:
-                raise event
             traceback.print_exception(event)
-            self._forget(key)
             return f"{type(event).__name__}: {event}"
-        if event.reply is not None:
-            self._forget(key)
-        return wire.pack_event(event)
+        return encode_event(event)
 
-    def _forget(self, key: int) -> None:
-        with self._lock:
-            if (found := self._asked.get(key)) is not None:
-                found[1] -= 1
-                if not found[1]:
-                    del self._asked[key]
+
+def pack(value: Any) -> bytes:
+    data = marshal.dumps(value)
+    return LENGTH.pack(len(data)) + data
+
+
+def receive(messages: BinaryIO) -> Any | None:
+    """Waits for a message; None at the end."""
+    with contextlib.suppress(ConnectionError, EOFError, struct.error):
+        return marshal.loads(messages.read(LENGTH.unpack(messages.read(LENGTH.size))[0]))
+    return None
+
+
+def encode_request(request: Request) -> dict[str, Any]:
+    """Of the tool, which is code, only whether there is one."""
+    return {**vars(request), "sampling": vars(request.sampling), "tool": request.tool is not None}
+
+
+def decode_request(fields: dict[str, Any], tool: Callable[[], Tool] | None) -> Request:
+    sampling = Sampling(**fields["sampling"])
+    return Request(**{**fields, "sampling": sampling, "tool": tool if fields["tool"] else None})
+
+
+def encode_event(event: Event) -> tuple[Any, ...]:
+    """Without the logprobs of the reply: those of the events are enough for the server."""
+    reply = {**vars(event.reply), "logprobs": None} if event.reply is not None else None
+    logprobs = [(token_id, *vars(logprobs).values()) for token_id, logprobs in event.logprobs]
+    return event.sample, event.ids, event.pieces, logprobs, reply
+
+
+def decode_event(encoded: tuple[Any, ...]) -> Event:
+    sample, ids, pieces, logprobs, reply = encoded
+    shown = tuple((token_id, Logprobs(*values)) for token_id, *values in logprobs)
+    return Event(sample, ids, pieces, shown, Reply(**reply) if reply is not None else None)

@@ -7,25 +7,23 @@ import pytest
 from live_server import CHAT
 from talkers import byte_tokenizer
 
-from nanorun.chat import conversation
+from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Request, Sampling
-from nanorun.serve.app import Service, build
+from nanorun.serve.app import Service, build_app
+from nanorun.serve.engines import RemoteEngine, RemoteModel
 from nanorun.serve.metrics import Histogram
-from nanorun.serve.options import Limits, Options
-from nanorun.serve.remote import RemoteEngine, RemoteSpeaker
+from nanorun.serve.options import RequestLimits, ServeOptions
 from nanorun.text.chat import join_pieces, render_prompt
 
 
 @pytest.fixture
-def speaker(trained, monkeypatch):
+def model(trained, monkeypatch):
     """With two engines."""
     monkeypatch.setenv("NANORUN_HOME", str(trained))
-    with RemoteSpeaker(Options(slots=2)) as speaker:
-        speaker.engines.append(
-            RemoteEngine({"options": {"model": speaker.name}, "slots": 2, "samplings": []})
-        )
-        speaker.engines[1].ready()
-        yield speaker
+    with RemoteModel(ServeOptions(slots=2)) as model:
+        model.engines.append(RemoteEngine({"model": model.name, "slots": 2}))
+        model.engines[1].wait_until_ready()
+        yield model
 
 
 def visit(app, *requests):
@@ -38,11 +36,11 @@ def visit(app, *requests):
     return asyncio.run(all_of_them())
 
 
-def test_the_page_is_what_lies_in_its_folder_and_may_do_nothing_else(speaker, tmp_path):
+def test_the_page_is_what_lies_in_its_folder_and_may_do_nothing_else(model, tmp_path):
     (tmp_path / "index.html").write_text("<!doctype html><script src=app.js></script>")
     (tmp_path / "app.js").write_text("1")
     (tmp_path / ".secret").write_text("no")
-    app = build(Service(speaker, Options()), tmp_path)
+    app = build_app(Service(model, ServeOptions()), tmp_path)
     paths = ("/", "/index.html", "/app.js", "/.secret", "/../x")
     page, index, script, *others = visit(app, *(("GET", path, {}) for path in paths))
     assert page.text == index.text
@@ -54,17 +52,17 @@ def test_the_page_is_what_lies_in_its_folder_and_may_do_nothing_else(speaker, tm
     assert "default-src 'none'" in policy
 
 
-def test_requests_go_to_the_engine_with_least_to_do(speaker):
-    service = Service(speaker, Options(limits=Limits(queue=8)))
+def test_requests_go_to_the_engine_with_the_least_load(model):
+    service = Service(model, ServeOptions(limits=RequestLimits(queue=8)))
     asked = {"messages": [{"role": "user", "content": "loop"}], "temperature": 0}
 
     async def talk():
-        await speaker.connect()
-        transport = httpx.ASGITransport(build(service))
+        await model.connect()
+        transport = httpx.ASGITransport(build_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
             answers = [asyncio.create_task(http.post(CHAT, json=asked)) for _ in range(4)]
             async with asyncio.timeout(30):
-                while [engine.occupancy for engine in speaker.engines] != [(2, 0)] * 2:
+                while [engine.occupancy for engine in model.engines] != [(2, 0)] * 2:
                     await asyncio.sleep(0.01)
             return await asyncio.gather(*answers)
 
@@ -75,10 +73,10 @@ def test_requests_go_to_the_engine_with_least_to_do(speaker):
 def test_a_stream_and_a_whole_reply_say_the_same(trained, monkeypatch, stops):
     monkeypatch.setenv("NANORUN_HOME", str(trained))
     prompt = render_prompt([{"role": "user", "content": "sum"}], byte_tokenizer())
-    with conversation.Speaker(conversation.Options()) as speaker:
-        common = {"stop_ids": speaker.stop_ids, "stop": stops, "tool": speaker.tool, "logprobs": 1}
+    with ServedModel() as model:
+        common = {"stop_ids": model.stop_ids, "stop": stops, "tool": model.tool, "logprobs": 1}
         ask = [Request(prompt, Sampling(temperature=0), **common, stream=stream) for stream in (True, False)]
-        said, (whole,) = (list(speaker.engine.events(request)) for request in ask)
+        said, (whole,) = (list(model.engine.events(request)) for request in ask)
     parts = join_pieces(whole.pieces)
     assert join_pieces(piece for event in said for piece in event.pieces) == parts
     assert [token_id for event in said for token_id in event.ids] == list(whole.ids)

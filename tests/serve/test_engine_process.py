@@ -16,12 +16,13 @@ import pytest
 from live_server import CHAT, ROOT, events, running
 from talkers import HI, byte_tokenizer
 
-from nanorun.chat import conversation
 from nanorun.errors import UserError
+from nanorun.infer.engine import Settings
+from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Request, Sampling
-from nanorun.serve.app import Service, build
-from nanorun.serve.options import Options
-from nanorun.serve.remote import RemoteEngine, RemoteSpeaker
+from nanorun.serve.app import Service, build_app
+from nanorun.serve.engines import RemoteEngine, RemoteModel
+from nanorun.serve.options import ServeOptions
 from nanorun.text.chat import join_pieces, render_prompt
 
 LOOP = {"messages": [{"role": "user", "content": "loop"}], "temperature": 0}
@@ -61,8 +62,8 @@ async def all_events(engine, request):
 @pytest.fixture
 def remote(trained, monkeypatch):
     monkeypatch.setenv("NANORUN_HOME", str(trained))
-    with RemoteSpeaker(Options(slots=2)) as speaker:
-        yield speaker
+    with RemoteModel(ServeOptions(slots=2)) as model:
+        yield model
 
 
 def test_an_engine_elsewhere_says_what_one_here_says(remote):
@@ -73,9 +74,9 @@ def test_an_engine_elsewhere_says_what_one_here_says(remote):
         {"prompt": prompt("loop"), "max_tokens": 7},
     ]
 
-    def requests(speaker):
+    def requests(model):
         return [
-            Request(**{**common, **asked, "tool": speaker.tool if "tool" in asked else None}) for asked in ask
+            Request(**{**common, **asked, "tool": model.tool if "tool" in asked else None}) for asked in ask
         ]
 
     async def there():
@@ -90,27 +91,27 @@ def test_an_engine_elsewhere_says_what_one_here_says(remote):
             ids = [token_id for event in events for token_id in event.ids]
             parts = join_pieces(piece for event in events for piece in event.pieces)
             logprobs = [pair for event in events for pair in event.logprobs]
-            reply = replace(events[-1].reply, first_token_s=0, seconds=0)
+            reply = replace(events[-1].reply, first_token_s=0, seconds=0, logprobs=None)
             told.append((ids, parts, logprobs, reply))
         return told
 
     elsewhere = asyncio.run(there())
-    with conversation.Speaker(conversation.Options(slots=2)) as speaker:
-        here = [list(speaker.engine.events(request)) for request in requests(speaker)]
+    with ServedModel(settings=Settings(slots=2)) as model:
+        here = [list(model.engine.events(request)) for request in requests(model)]
         known = (
-            speaker.name,
-            speaker.step,
-            speaker.chats,
-            speaker.parameters,
-            speaker.stop_ids,
-            speaker.tool_name,
+            model.name,
+            model.step,
+            model.is_chat_model,
+            model.config.model.total_parameters,
+            model.stop_ids,
+            model.tool_name,
         )
     assert any(here[0][-1].reply.forced), "the tool has spoken"
     assert [plain(said) for said in elsewhere] == [plain(said) for said in here]
     assert known == (
         remote.name,
         remote.step,
-        remote.chats,
+        remote.is_chat_model,
         remote.parameters,
         remote.stop_ids,
         remote.tool_name,
@@ -125,11 +126,11 @@ def test_a_cancelled_request_frees_its_slots(remote):
         for _ in range(3):
             arrived = asyncio.Queue()
             endless = Request(prompt("loop"), Sampling(temperature=0), stop_ids=remote.stop_ids, samples=3)
-            handle = engine.submit(endless, arrived.put_nowait)
+            key = engine.submit(endless, arrived.put_nowait)
             while engine.occupancy != (2, 1):
                 await asyncio.wait_for(arrived.get(), 30)
-            handle.cancel()
-            handle.cancel()
+            engine.cancel(key)
+            engine.cancel(key)
             async with asyncio.timeout(30):
                 while engine.occupancy != (0, 0):
                     await asyncio.sleep(0.01)
@@ -215,10 +216,10 @@ def test_an_interrupted_start_ends_at_once_and_leaves_nothing(trained):
 
 
 def test_requests_go_to_the_engines_that_are_left(remote):
-    wanted = {"options": {"model": remote.name}, "slots": 2, "samplings": []}
+    wanted = {"model": remote.name, "slots": 2}
     remote.engines.append(RemoteEngine(wanted))
-    remote.engines[1].ready()
-    service = Service(remote, Options())
+    remote.engines[1].wait_until_ready()
+    service = Service(remote, ServeOptions())
     asked = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
     async def talk():
@@ -227,7 +228,7 @@ def test_requests_go_to_the_engines_that_are_left(remote):
         async with asyncio.timeout(30):
             while not remote.engines[0].broken:
                 await asyncio.sleep(0.01)
-        transport = httpx.ASGITransport(build(service))
+        transport = httpx.ASGITransport(build_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
             return await asyncio.gather(*(http.post(CHAT, json=asked) for _ in range(4)))
 
@@ -258,8 +259,8 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(trained, tmp_path):
 
 
 def test_an_engine_that_dies_while_it_loads_is_told_in_a_sentence():
-    engine = RemoteEngine({"options": {}, "slots": 1, "samplings": []})
+    engine = RemoteEngine({"slots": 1})
     with contextlib.closing(engine):
         engine.process.kill()
         with pytest.raises(UserError, match="ended by SIGKILL"):
-            engine.ready()
+            engine.wait_until_ready()

@@ -253,11 +253,13 @@ def test_a_base_model_goes_on_with_a_text_and_says_so(trained, visit):
 
 def test_the_first_suggestions_are_about_things_the_sample_world_has(page):
     from nanorun.data.sample.world import world
-    from nanorun.serve.suggestions import _KNOWN
+    from nanorun.serve.app import SUGGESTIONS
 
     cards = page.get_by_role("group", name="Suggestions").get_by_role("button")
     expect(cards).to_have_count(4)
-    texts = " ".join(text for (data, _), known in _KNOWN.items() if data == "sample" for _, text in known)
+    texts = " ".join(
+        text for (data, _), known in SUGGESTIONS.items() if data == "sample" for text in known.values()
+    )
     assert {name for name in ("Jasper", "Candlebay", "Odo") if name in texts} <= set(world().entities)
     cards.nth(1).click()
     expect(answers(page)).to_have_count(1)

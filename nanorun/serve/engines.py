@@ -1,0 +1,357 @@
+"""The server's side of the engines: their processes, and the dispatcher that distributes requests among them.
+
+Python runs one thread at a time, and an engine that shares an interpreter with a hundred sockets waits for its
+lock again and again. So each engine, one per device, has a process of its own (worker.py). The server handles
+HTTP, encodes prompts and formats responses, all in the event loop; it loads neither torch nor weights.
+
+    RemoteModel      the model, with one RemoteEngine per device
+    RemoteEngine     an engine process: submits requests to it and passes its events to listeners
+    Dispatcher       admits requests within the limits, each to the engine with the least load
+    ResponseStream   the events of one HTTP request until the response takes them
+
+A client that reads slowly gets more events at a time; the engine does not notice. The events that can accumulate
+are bounded by the tokens of the answer. Once all samples are done, their capacity is free again, even if the
+client still reads.
+
+When an engine process dies, its running answers end with an error, and the dispatcher stops using it. It is not
+restarted, since the next process would die of the same cause: a supervisor that polls /health may decide otherwise.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import marshal
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from nanorun.errors import UserError
+from nanorun.infer.request import Event, Request, Sampling
+from nanorun.serve import worker
+from nanorun.serve.errors import ApiError, engine_failed
+from nanorun.serve.metrics import Metrics, resident_bytes
+from nanorun.serve.options import ServeOptions
+from nanorun.text.store import open_tokenizer
+
+# -P and the path of this process: the same nanorun, wherever it was started.
+PROGRAM = "import sys; _, fd, pid, *sys.path = sys.argv; from nanorun.serve.worker import main; main(int(fd), int(pid))"
+EXIT_TIMEOUT_S = 5.0
+log = logging.getLogger("nanorun.serve")
+
+Listener = Callable[[Event | BaseException], None]
+
+
+class RemoteEngine:
+    """Starts the process. `wait_until_ready` waits for its model, `connect` attaches it to the event loop."""
+
+    slots: int
+    context: int
+    vocab_size: int
+
+    def __init__(self, wanted: dict[str, Any], gpu: int = 0) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the server's stdout is for its address
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal is for the server alone
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": _visible_device(gpu)} if gpu else None,
+            )
+        with contextlib.suppress(ConnectionError):  # a dead process is reported by `wait_until_ready`
+            self._socket.sendall(worker.pack(wanted))
+        self.broken, self._ready = False, False
+        self.occupancy = (0, 0)  # busy slots, queued samples
+        self._listeners: dict[int, Listener] = {}  # of running requests, by key
+        self._samples_left: dict[int, int] = {}
+        self._keys = itertools.count(1)
+        self._unsent: list[tuple[int, Any]] = []
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Returns the description of the model."""
+        with self._socket.makefile("rb") as messages:
+            description: dict[str, Any] | None = worker.receive(messages)
+        if description is None:
+            raise UserError(f"{self._exit_message()} The model was not loaded yet.")
+        if "problem" in description:
+            raise UserError(description["problem"])
+        self.slots, self.context = description["slots"], description["context"]
+        self.vocab_size = description["vocab_size"]
+        self._ready = True
+        return description
+
+    async def connect(self) -> None:
+        # A duplicate: the event loop closes its own, and `close` needs one after the loop has ended.
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket.dup())
+        self._reading = asyncio.create_task(self._read(reader))
+
+    def submit(self, request: Request, listener: Listener) -> int:
+        """Starts a request and returns its key. Runs in the event loop, and so does the listener."""
+        request.check(self.context, self.vocab_size, has_text=True)
+        if self.broken:
+            raise engine_failed()
+        key = next(self._keys)
+        self._listeners[key], self._samples_left[key] = listener, request.samples
+        self._send(key, worker.encode_request(request))
+        return key
+
+    def cancel(self, key: int) -> None:
+        """Ends a request soon and frees its slots. Does nothing if the request is done."""
+        if key in self._listeners:
+            self._send(key, None)
+
+    def close(self) -> None:
+        """Ends the process, even while it generates."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if not self._ready:  # it does not read the socket while it loads the model
+            self.process.kill()
+        self._wait_for_exit()
+
+    @property
+    def resident_bytes(self) -> float:
+        return resident_bytes(self.process.pid) if not self.broken else 0
+
+    def _send(self, key: int, request: dict[str, Any] | None) -> None:
+        if not self._unsent:  # one message for all that this iteration of the event loop submits
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append((key, request))
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if not self.broken:
+            self._writer.write(worker.pack(unsent))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (length,) = worker.LENGTH.unpack(await reader.readexactly(worker.LENGTH.size))
+                busy, queued, events = marshal.loads(await reader.readexactly(length))
+                self.occupancy = busy, queued
+                for key, encoded in events:
+                    if key in self._listeners:
+                        self._receive(key, encoded)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except Exception:
+            log.exception("A message of the engine process could not be read.")
+        self.broken, self.occupancy = True, (0, 0)
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener(engine_failed())
+        message = await asyncio.to_thread(self._exit_message)
+        log.error("%s It accepts no more requests: restart the server.", message)
+
+    def _receive(self, key: int, encoded: tuple[Any, ...] | str) -> None:
+        listener = self._listeners[key]
+        event: Event | BaseException
+        if isinstance(encoded, str):
+            event, self._samples_left[key] = RuntimeError(f"The engine failed: {encoded}"), 0
+        else:
+            event = worker.decode_event(encoded)
+            self._samples_left[key] -= event.reply is not None
+        if not self._samples_left[key]:
+            del self._listeners[key], self._samples_left[key]
+        listener(event)
+
+    def _exit_message(self) -> str:
+        """The process has closed its socket: it is dead, or about to exit."""
+        code = self._wait_for_exit()
+        if code >= 0:
+            return f"The engine process {self.process.pid} exited with code {code}: see its output above."
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        cause = " (the system does this when memory runs out)" if name == "SIGKILL" else ""
+        return f"The engine process {self.process.pid} was ended by {name}{cause}."
+
+    def _wait_for_exit(self) -> int:
+        try:
+            return self.process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+class RemoteModel:
+    """The model, with one engine process per device. Close it, or use it as a context manager."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.engines: list[RemoteEngine] = []
+        wanted = {name: getattr(options, name) for name in ("model", "tools", "int8", "slots")}
+        wanted["samplings"] = [vars(options.sampling), vars(Sampling(temperature=0))]  # to warm up
+        try:
+            self.engines.append(RemoteEngine(wanted))
+            description = self.engines[0].wait_until_ready()
+            # The first engine knows the number of devices, and which model is the newest.
+            devices = description["devices"] if description["device"] == "cuda" else 1
+            if description["device"] == "cuda" and (options.gpus or 1) > devices:
+                raise UserError(f"--gpus is {options.gpus}: this machine has {devices}.")
+            wanted["model"] = description["name"]
+            others = range(1, min(options.gpus or devices, devices))
+            self.engines += [RemoteEngine(wanted, gpu) for gpu in others]
+            for engine in self.engines[1:]:
+                engine.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        self.name: str = description["name"]
+        self.step: int = description["step"]
+        self.is_chat_model: bool = description["is_chat_model"]
+        self.parameters: int = description["parameters"]
+        self.data: str = description["data"]
+        self.stop_ids: list[int] = description["stop_ids"]
+        self.tool_name: str | None = description["tool_name"]
+        self.tool = _tool_placeholder if self.tool_name is not None else None
+        self.tokenizer = open_tokenizer(description["tokenizer"])
+
+    async def connect(self) -> None:
+        for engine in self.engines:
+            await engine.connect()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def __enter__(self) -> "RemoteModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Dispatcher:
+    def __init__(self, engines: Sequence[RemoteEngine], max_queue: int, metrics: Metrics) -> None:
+        self.engines, self.metrics = engines, metrics
+        self.slots = sum(engine.slots for engine in engines)
+        self.max_samples = self.slots + max_queue
+        self.draining = False
+        self.loads = [0] * len(engines)  # samples that each engine has reserved
+
+    def admit(self, samples: int) -> "ResponseStream":
+        """Reserves capacity for these samples on the engine with the least load."""
+        if self.draining:
+            raise ApiError(
+                503, "The server is shutting down.", "shutting_down", headers={"Retry-After": "10"}
+            )
+        load = sum(self.loads)
+        if load + samples > self.max_samples:
+            message = f"Too many requests: {load} answers are running or queued (at most {self.max_samples})."
+            retry = {"Retry-After": str(self._retry_after(load))}
+            raise ApiError(429, f"{message} Try again later.", "rate_limit_exceeded", headers=retry)
+        working = [number for number, engine in enumerate(self.engines) if not engine.broken]
+        if not working:
+            raise engine_failed()
+        number = min(working, key=self.loads.__getitem__)
+        self.loads[number] += samples
+        return ResponseStream(self, number, samples)
+
+    def gauges(self) -> dict[str, tuple[str, float]]:
+        occupancies = [engine.occupancy for engine in self.engines]
+        memory = sum(engine.resident_bytes for engine in self.engines)
+        return {
+            "nanorun_slots": ("Sequences that can be generated at a time.", self.slots),
+            "nanorun_slots_busy": (
+                "Sequences that are being generated.",
+                sum(busy for busy, _ in occupancies),
+            ),
+            "nanorun_queue": ("Samples that wait for a slot.", sum(queued for _, queued in occupancies)),
+            "nanorun_reserved": ("Samples that were admitted.", sum(self.loads)),
+            "nanorun_engines_resident_memory_bytes": ("Memory of the engine processes.", memory),
+            "nanorun_draining": ("1 while the server shuts down.", int(self.draining)),
+        }
+
+    def _retry_after(self, load: int) -> int:
+        """In seconds: the mean duration of a request times the rounds of slots until one is free."""
+        duration = self.metrics.duration
+        mean = duration.total / duration.count if duration.count else 1.0
+        return min(max(math.ceil(mean * (load - self.slots + 1) / self.slots), 1), 60)
+
+
+class ResponseStream:
+    """The events of one HTTP request, by choice: the samples of all its prompts, in order."""
+
+    def __init__(self, dispatcher: Dispatcher, number: int, samples: int) -> None:
+        self.start_time = time.perf_counter()
+        self._dispatcher, self._number, self._engine = dispatcher, number, dispatcher.engines[number]
+        self._samples = self._samples_left = samples
+        self._keys: list[int] = []
+        self._events: dict[int, list[Event]] = defaultdict(list)
+        self._error: BaseException | None = None
+        self._arrived = asyncio.Event()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for number, request in enumerate(requests):
+            first_choice = number * request.samples
+
+            def listen(event: Event | BaseException, first_choice: int = first_choice) -> None:
+                if isinstance(event, BaseException):
+                    self._error = event
+                else:
+                    self._events[first_choice + event.sample].append(event)
+                    self._count(event)
+                self._arrived.set()
+
+            self._keys.append(self._engine.submit(request, listen))
+
+    async def next_events(self, timeout: float) -> dict[int, Event]:
+        """Waits for events and returns what is new of each choice as one event; nothing after the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._arrived.wait()
+        self._arrived.clear()
+        if self._error is not None:
+            raise self._error
+        events = {choice: _merge(events) for choice, events in self._events.items()}
+        self._events.clear()
+        return events
+
+    def close(self) -> None:
+        """Cancels what still runs and releases the reserved capacity."""
+        for key in self._keys:
+            self._engine.cancel(key)
+        self._dispatcher.loads[self._number] -= self._samples
+        self._samples = 0
+
+    def _count(self, event: Event) -> None:
+        reply, metrics = event.reply, self._dispatcher.metrics
+        if reply is None:
+            return
+        metrics.completion_tokens += reply.forced.count(False)
+        if event.sample == 0:
+            metrics.prompt_tokens += reply.prompt_tokens
+            metrics.cached_tokens += reply.reused_tokens
+            if reply.finish != "cancelled":
+                metrics.first_token.add(reply.first_token_s)
+        self._samples_left -= 1
+        if not self._samples_left:
+            self.close()
+
+
+def _merge(events: list[Event]) -> Event:
+    if len(events) == 1:
+        return events[0]
+    ids, pieces, logprobs = (
+        tuple(itertools.chain.from_iterable(getattr(event, name) for event in events))
+        for name in ("ids", "pieces", "logprobs")
+    )
+    return Event(events[0].sample, ids, pieces, logprobs, events[-1].reply)
+
+
+def _tool_placeholder() -> NoReturn:
+    raise RuntimeError("The tool runs in the engine process.")
+
+
+def _visible_device(gpu: int) -> str:
+    """The GPU with this number among those that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[gpu].strip() if visible else str(gpu)

@@ -1,0 +1,244 @@
+"""The response to a completion request: one JSON object, or a stream of server-sent events.
+
+While the response is sent, the connection is watched: when the client disconnects, its requests are cancelled and
+their slots are free for others. A stream sends everything that has arrived since its last write, so a chunk may
+hold several tokens (the engine spaces its events: worker.py). While nothing arrives (the request waits for a
+slot), a comment keeps the connection alive.
+
+A chat model's answer has parts: text, and for a tool call its code ("python") and its result ("output", or "guess"
+if the model made it up). `content` is the text alone, which any client can show. `nanorun_parts` is the whole
+answer in order; a message has it if there is more than text.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nanorun.infer.request import Event, Reply, Request
+from nanorun.serve.engines import ResponseStream
+from nanorun.serve.errors import ApiError, internal_error
+from nanorun.serve.metrics import Metrics
+from nanorun.serve.options import RequestLimits
+from nanorun.text.chat import join_pieces
+from nanorun.text.tokenizer import Tokenizer
+
+FIRST_WRITE_S = 0.2  # the status waits this long for the first words, to go out with them
+KEEP_ALIVE_S = 10.0
+log = logging.getLogger("nanorun.serve")
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+class CompletionResponse(Response):
+    def __init__(
+        self,
+        requests: Sequence[Request],  # one per prompt; they differ only in the prompt
+        events: ResponseStream,
+        limits: RequestLimits,
+        metrics: Metrics,
+        tokenizer: Tokenizer,
+        *,
+        model: dict[str, Any],  # the fields of every object that name it
+        chat: bool,
+        include_usage: bool,  # at the end of a stream
+    ) -> None:
+        self._requests, self._events, self._limits, self._metrics = requests, events, limits, metrics
+        self._tokenizer, self._chat, self._include_usage = tokenizer, chat, include_usage
+        self._stream, self._samples = requests[0].stream, requests[0].samples
+        super().__init__(media_type="text/event-stream" if self._stream else "application/json")
+        kind = "chat.completion" if chat else "text_completion"
+        self._fields = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if chat and self._stream else kind,
+            "created": int(time.time()),
+            **model,
+        }
+        self._replies: list[Reply | None] = [None] * (len(requests) * self._samples)  # by choice
+        self._text_offsets = [0] * len(self._replies)  # of the next token with logprobs
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limits.answer_s):
+                self._events.submit(self._requests)
+                write = self._write_stream(send) if self._stream else self._write_object(send)
+                self._metrics.disconnects += await _disconnected_during(write, receive)
+        except TimeoutError:
+            message = f"The answer was not finished after {self._limits.answer_s:g} s: ask for fewer tokens."
+            # A retry would take as long again: the header tells OpenAI's clients not to.
+            error = ApiError(408, message, "timeout", headers={"x-should-retry": "false"})
+            await self._fail(error, scope, receive, send)
+        except _ClientStalled:
+            self._metrics.disconnects += 1
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        except Exception:
+            log.exception("A response failed.")
+            await self._fail(internal_error(), scope, receive, send)
+        finally:
+            self._events.close()
+            self._metrics.duration.add(time.perf_counter() - self._events.start_time)
+
+    async def _write_object(self, send: Send) -> None:
+        choices: list[Any] = [None] * len(self._replies)
+        while None in self._replies:
+            for index, event in (await self._events.next_events(KEEP_ALIVE_S)).items():
+                self._replies[index] = event.reply
+                choices[index] = self._choice(index, event)
+        body = _encoder.encode({**self._fields, "choices": choices, "usage": self._usage()}).encode()
+        self.headers["content-length"] = str(len(body))
+        await self._send(send, body, last=True)
+
+    async def _write_stream(self, send: Send) -> None:
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"  # a proxy must not buffer it
+        del self.headers["content-length"]
+        usage = {"usage": None} if self._include_usage else {}
+        role = {"role": "assistant", "content": ""}
+        chunks = [_chunk(index, role) for index in range(len(self._replies))] if self._chat else []
+        while None in self._replies:
+            events = await self._events.next_events(KEEP_ALIVE_S if self._started else FIRST_WRITE_S)
+            for index, event in events.items():
+                self._replies[index] = event.reply
+                chunks += self._chunks(index, event)
+            data = b"".join([_sse({**self._fields, "choices": [chunk], **usage}) for chunk in chunks])
+            chunks.clear()
+            done = None not in self._replies
+            if done:  # one write for the whole end
+                if self._include_usage:
+                    data += _sse({**self._fields, "choices": [], "usage": self._usage()})
+                data += b"data: [DONE]\n\n"
+            if data or not events:
+                await self._send(send, data or b": keep-alive\n\n", last=done)
+
+    # -- JSON ----------------------------------------------------------------------------------------
+
+    def _choice(self, index: int, event: Event) -> dict[str, Any]:
+        assert event.reply is not None
+        choice: dict[str, Any] = {"index": index}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": event.text, "refusal": None}
+            if any(kind != "text" for kind, _ in event.pieces):
+                choice["message"]["nanorun_parts"] = join_pieces(event.pieces)
+        else:
+            choice["text"] = event.text
+        return {**choice, "logprobs": self._logprobs(index, event), "finish_reason": event.reply.finish}
+
+    def _chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """One chunk for the new text; tool calls and outputs have chunks of their own, in order."""
+        logprobs = self._logprobs(index, event)
+        finish = event.reply.finish if event.reply is not None else None
+        if not self._chat:
+            if not event.text and finish is None and not event.logprobs:
+                return []
+            return [{"text": event.text, "index": index, "logprobs": logprobs, "finish_reason": finish}]
+        chunks = []
+        for part in join_pieces(event.pieces):
+            if part["type"] != "text":
+                chunks.append(_chunk(index, {"nanorun_parts": [part]}))
+            elif part["text"]:
+                chunks.append(_chunk(index, {"content": part["text"]}))
+        if event.logprobs:
+            chunks = chunks or [_chunk(index, {})]
+            chunks[0]["logprobs"] = logprobs
+        return chunks if finish is None else [*chunks, _chunk(index, {}, finish)]
+
+    def _logprobs(self, index: int, event: Event) -> dict[str, Any] | None:
+        if self._requests[0].logprobs is None:
+            return None
+        if self._chat:
+            content = [
+                {
+                    **self._token(token_id, logprobs.model),
+                    "top_logprobs": [self._token(*other) for other in logprobs.top],
+                }
+                for token_id, logprobs in event.logprobs
+            ]
+            return {"content": content, "refusal": None}
+        decode = self._tokenizer.decode
+        tokens, offsets = [decode([token_id]) for token_id, _ in event.logprobs], list[int]()
+        for token in tokens:
+            offsets.append(self._text_offsets[index])
+            self._text_offsets[index] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [logprobs.model for _, logprobs in event.logprobs],
+            "top_logprobs": [{decode([i]): value for i, value in of.top} for _, of in event.logprobs],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.decode_bytes([token_id])
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    def _usage(self) -> dict[str, Any]:
+        replies = [reply for reply in self._replies if reply is not None]
+        prompt = sum(reply.prompt_tokens for reply in replies[:: self._samples])
+        completion = sum(reply.forced.count(False) for reply in replies)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(reply.reused_tokens for reply in replies[:: self._samples])
+            },
+        }
+
+    # -- sending -------------------------------------------------------------------------------------
+
+    async def _send(self, send: Send, body: bytes, *, last: bool) -> None:
+        try:
+            async with asyncio.timeout(self._limits.stall_s):
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": body, "more_body": not last})
+        except TimeoutError:
+            raise _ClientStalled from None
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._started:
+            await error.response()(scope, receive, send)
+        elif self._stream:  # the status was sent already
+            try:
+                await self._send(send, b"data: " + error.body.encode() + b"\n\n", last=True)
+            except (_ClientStalled, OSError):
+                self._metrics.disconnects += 1
+
+
+class _ClientStalled(Exception):
+    """The client reads nothing."""
+
+
+async def _disconnected_during(write: Awaitable[None], receive: Receive) -> bool:
+    """Writes until the end, or until the client disconnects: then True."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(write), asyncio.ensure_future(disconnect())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+            return False
+        return True
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _chunk(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def _sse(value: dict[str, Any]) -> bytes:
+    return b"data: " + _encoder.encode(value).encode() + b"\n\n"
