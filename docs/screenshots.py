@@ -1,10 +1,10 @@
-"""Takes docs/images/page-*.png: the page on a real model, desktop and phone, light and dark.
+"""Takes the screenshots docs/images/page-*.png: the page with a real model, desktop and phone, light and dark.
 
-    nanorun speedrun && nanorun train sft --mixture sample      # a model to talk to
+    nanorun speedrun && nanorun train sft --mixture sample      # a model to chat with
     python docs/screenshots.py
 
-What is asked is real, and so is what the model answers (the likeliest word each time). Needs playwright and
-the system's Chromium; with Debian's fonts-inter and fonts-jetbrains-mono it looks as on most desktops.
+Questions and answers are real (greedy sampling). Needs playwright and the system's Chromium. With Debian's
+fonts-inter and fonts-jetbrains-mono the page looks as on most desktops.
 """
 
 import argparse
@@ -52,15 +52,15 @@ def main() -> None:
                     if (theme, name) == ("dark", "phone"):
                         page.locator(".card").first.wait_for()
                     else:
-                        talk(page)
-                    keep(page.screenshot(), ROOT / "docs" / "images" / f"page-{name}-{theme}.png")
+                        chat(page)
+                    save(page.screenshot(), ROOT / "docs" / "images" / f"page-{name}-{theme}.png")
                     page.close()
     finally:
         server.terminate()
         server.wait()
 
 
-def talk(page: Page) -> None:
+def chat(page: Page) -> None:
     expect(page.locator("#model")).to_have_attribute("data-state", "ready")
     for conversation in (*((question,) for question in EARLIER), QUESTIONS):
         page.keyboard.press("Control+k")
@@ -72,8 +72,8 @@ def talk(page: Page) -> None:
     print([re.sub(r"\s+", " ", said) for said in page.locator(".answer .body").all_inner_texts()])
 
 
-def keep(png: bytes, path: Path) -> None:
-    """With 256 colours, which is enough for it and a third of the size."""
+def save(png: bytes, path: Path) -> None:
+    """Quantizes to 256 colors: enough for these images, at a third of the size."""
     image = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
     image.save(path, optimize=True)
     print(path, f"{path.stat().st_size / 1000:.0f} KB")

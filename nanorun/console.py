@@ -1,7 +1,7 @@
-"""What a person sees while something works.
+"""Console output: messages, progress bars, and numbers in readable units.
 
-stdout is for results, stderr for everything else. On a terminal a task shows a live bar with rate and
-time left; when nobody watches (a pipe, a log file, CI) it prints a plain line every ten seconds.
+stdout is for results, stderr for everything else. On a terminal a task shows a live progress bar with rate and
+remaining time; elsewhere (a pipe, a log file, CI) it prints a plain line every ten seconds.
 """
 
 import os
@@ -15,17 +15,17 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 Unit = Literal["B", "tok", "doc", "file", "step", "question"]
-_PLAIN_EVERY = 10.0
-_RECENT, _MOST_MARKS = 60.0, 64  # the rate is that of the last minute
+_PLAIN_INTERVAL_S = 10.0
+_WINDOW_S, _MAX_SAMPLES = 60.0, 64  # the rate is measured over the last minute
 
 
 def say(text: str = "") -> None:
-    """A line for the person, on stderr."""
+    """Prints a message on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def count(n: float) -> str:
-    """1234567 -> '1.23M': three significant digits, for people."""
+    """1234567 -> '1.23M': three significant digits."""
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size:
             return f"{n / size:.3g}{suffix}"
@@ -33,7 +33,7 @@ def count(n: float) -> str:
 
 
 def size(n: float) -> str:
-    """Bytes for people, in powers of ten as disks are sold: '648 MB'."""
+    """Bytes in decimal units: '648 MB'."""
     for unit, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(n) >= unit:
             return f"{n / unit:.3g} {suffix}"
@@ -41,7 +41,7 @@ def size(n: float) -> str:
 
 
 def seconds(s: float) -> str:
-    """A length of time for people, in its two largest units: '2 min 05 s', '1 h 30 min', '1 d 12 h'."""
+    """A duration in its two largest units: '2 min 05 s', '1 h 30 min', '1 d 12 h'."""
     if s < 59.95:
         return f"{s:.1f} s"
     if s < 3599.5:
@@ -53,16 +53,16 @@ def seconds(s: float) -> str:
 
 
 class Progress:
-    """`with Progress("reading", total, "B") as bar: bar.advance(n)`. Safe to advance from many threads."""
+    """`with Progress("reading", total, "B") as bar: bar.advance(n)`. Thread-safe."""
 
     def __init__(self, task: str, total: float | None = None, unit: Unit = "B", done: float = 0.0) -> None:
         self.task, self.total, self.unit = task, total, unit
-        self.done = done  # what an earlier session did counts as done, not as speed
+        self.done = done  # the work of an earlier session counts as done, but not in the rate
         self._lock = threading.Lock()
-        self._note = ""  # stays until there is another
+        self._note = ""  # shown until it is replaced
         self._last_line = time.monotonic()
-        self._marks = deque([(self._last_line, done)], maxlen=_MOST_MARKS)
-        self._bar: Any = None  # rich's live bar, when a person watches
+        self._samples = deque([(self._last_line, done)], maxlen=_MAX_SAMPLES)
+        self._bar: Any = None  # rich's live bar, on a terminal
         self._bar_task: Any = None
 
     def __enter__(self) -> Self:
@@ -86,15 +86,15 @@ class Progress:
             self.done += n
             self._note = note = note or self._note
             now = time.monotonic()
-            self._mark(now)
+            self._add_sample(now)
             if self._bar is not None:
                 self._bar.update(self._bar_task, completed=self.done, figures=self._figures(now, note))
-            elif now - self._last_line >= _PLAIN_EVERY:
+            elif now - self._last_line >= _PLAIN_INTERVAL_S:
                 self._last_line = now
                 say(f"{self.task}: {self._figures(now, note)}{self._left(now)}")
 
     def note(self, text: str) -> None:
-        """A line that stays, above the bar."""
+        """Prints a line above the bar."""
         with self._lock:
             if self._bar is not None:
                 self._bar.console.print(text, markup=False, highlight=False)
@@ -103,14 +103,16 @@ class Progress:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """For what is no part of the task, such as an evaluation on the way: its time counts in no rate."""
+        """Excludes the time of work that is not part of the task, such as an evaluation, from the rate."""
         start = time.monotonic()
         try:
             yield
         finally:
             away = time.monotonic() - start
             with self._lock:
-                self._marks = deque(((when + away, done) for when, done in self._marks), maxlen=_MOST_MARKS)
+                self._samples = deque(
+                    ((when + away, done) for when, done in self._samples), maxlen=_MAX_SAMPLES
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -132,12 +134,12 @@ class Progress:
         return f", {seconds(max(self.total - self.done, 0) / rate)} left"
 
     def _rate(self, now: float) -> float:
-        """Of late: a slow start, as when kernels are compiled, is soon forgotten."""
-        then, done = self._marks[0]
+        """Over the last minute, so that a slow start (compiling kernels) stops counting."""
+        then, done = self._samples[0]
         return (self.done - done) / max(now - then, 1e-9)
 
-    def _mark(self, now: float) -> None:
-        if len(self._marks) == 1 or now - self._marks[-1][0] >= _RECENT / _MOST_MARKS:
-            self._marks.append((now, self.done))
-        while len(self._marks) > 2 and now - self._marks[1][0] > _RECENT:
-            self._marks.popleft()
+    def _add_sample(self, now: float) -> None:
+        if len(self._samples) == 1 or now - self._samples[-1][0] >= _WINDOW_S / _MAX_SAMPLES:
+            self._samples.append((now, self.done))
+        while len(self._samples) > 2 and now - self._samples[1][0] > _WINDOW_S:
+            self._samples.popleft()

@@ -24,8 +24,7 @@ import pytest
 from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer
 
 from nanorun.chat.conversation import Dialogue
-from nanorun.chat.screen import visible
-from nanorun.chat.wrap import Wrap, cells
+from nanorun.chat.screen import Wrap, cells, visible
 from nanorun.infer.engine import Settings
 from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Sampling

@@ -1,7 +1,7 @@
-"""What was typed in earlier conversations, for the arrow keys: `.chat_history` in the home, one line each.
+"""The input history of earlier conversations, for the arrow keys: `.chat_history` in the home, one line each.
 
-Lines are appended as they are typed, so several terminals may share the file and a killed one loses nothing.
-Only its owner may read it. Where it cannot be written, there is no history and no complaint.
+Lines are appended as they are typed, so several terminals can share the file and a killed process loses nothing.
+Only its owner can read it. If it cannot be written, there is no history and no error.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from nanorun import home
 
 try:
     import readline
-except ImportError:  # a Python without it reads lines, too, but lets nobody edit them
+except ImportError:  # then input() has no line editing
     readline = None  # type: ignore[assignment]
 
 FILE = ".chat_history"
@@ -33,7 +33,7 @@ def load() -> None:
 
 
 def add(line: str) -> None:
-    """Twice the same in a row is kept once; a text of several lines is one line here."""
+    """Stores a repeated line once, and a text of several lines as one."""
     line = " ".join(line.split())
     if not line:
         return

@@ -108,17 +108,6 @@ class Terminal:
         self._screen = Screen(tools=True, strip=self._chats)
         self._truncated = False  # the user knows that the oldest part is left out
         self._file: Path | None = None  # the conversation is saved here
-        self._commands: dict[str, Callable[[str], None]] = {
-            "help": self._help,
-            "reset": self._reset,
-            "retry": self._retry,
-            "system": self._system,
-            "save": self._save,
-            "load": self._load,
-            "verbose": self._toggle_verbose,
-            "quit": self._quit,
-            "exit": self._quit,
-        }
 
     def run(self) -> None:
         # Other verbs treat SIGTERM like Ctrl-C, which only stops the answer here.
@@ -173,11 +162,12 @@ class Terminal:
             self._answer(self._conversation.ask(text), echo=bool(text))
 
     def _command(self, name: str) -> Callable[[str], None]:
-        if name in self._commands:
-            return self._commands[name]
+        command: Callable[[str], None] | None = getattr(self, f"_do_{name}", None)
+        if command is not None:
+            return command
         if name in _SETTINGS:
             return lambda value: self._set(name, value)
-        known = [*self._commands, *_SETTINGS]
+        known = [*(usage.split()[0] for usage in _HELP), *_SETTINGS]
         near = [n for n in known if name and n.startswith(name)] or difflib.get_close_matches(name, known, 1)
         hint = f"did you mean /{near[0]}? " if near else ""
         raise UserError(
@@ -214,7 +204,7 @@ class Terminal:
 
     # -- commands ------------------------------------------------------------------------------------
 
-    def _help(self, _: str) -> None:
+    def _do_help(self, _: str) -> None:
         listed = dict(_HELP)
         if not self._chats:
             listed = {name: text for name, text in _HELP.items() if name.split()[0] not in _CHAT_MODELS_ONLY}
@@ -223,19 +213,18 @@ class Terminal:
         width = max(map(len, listed)) + 3
         others = ", ".join(f"/{name}" for name in _SETTINGS if name != "temperature")
         lines = [f"/{name:<{width}}{text}" for name, text in listed.items()]
-        self._screen.note(
-            "\n".join([*lines, f"{others}: likewise; without a value, they show the current one"])
-        )
+        lines.append(f"{others}: likewise; without a value, they show the current one")
+        self._screen.note("\n".join(lines))
 
-    def _reset(self, _: str) -> None:
+    def _do_reset(self, _: str) -> None:
         self._conversation.reset()
         self._truncated, self._file = False, None
         self._screen.note("Started a new conversation.")
 
-    def _retry(self, _: str) -> None:
+    def _do_retry(self, _: str) -> None:
         self._answer(self._conversation.retry(), echo=True)
 
-    def _system(self, text: str) -> None:
+    def _do_system(self, text: str) -> None:
         conversation = self._dialogue("a system message")
         if text:
             conversation.system = None if text == "off" else text
@@ -262,7 +251,7 @@ class Terminal:
         holder: Any = conversation if name == "max_tokens" else conversation.sampling
         self._screen.note(f"{name}: {getattr(holder, name)}")
 
-    def _save(self, name: str) -> None:
+    def _do_save(self, name: str) -> None:
         lines = self._conversation.lines()
         if not lines:
             raise UserError("There is nothing to save yet.")
@@ -278,7 +267,7 @@ class Terminal:
         self._file = path
         self._screen.note(f"Saved to {path}.")
 
-    def _load(self, name: str) -> None:
+    def _do_load(self, name: str) -> None:
         conversation = self._dialogue("a conversation")
         if not name:
             raise UserError("Name a file: /load FILE")
@@ -294,12 +283,14 @@ class Terminal:
         turns = len(conversation.turns)
         self._screen.note(f"Loaded {turns} question{'s' * (turns > 1)} and answer{'s' * (turns > 1)}.")
 
-    def _toggle_verbose(self, _: str) -> None:
+    def _do_verbose(self, _: str) -> None:
         self._verbose = not self._verbose
         self._screen.note(f"verbose: {'on' if self._verbose else 'off'}")
 
-    def _quit(self, _: str) -> NoReturn:
+    def _do_quit(self, _: str) -> NoReturn:
         raise EOFError
+
+    _do_exit = _do_quit
 
     def _dialogue(self, what: str) -> Dialogue:
         if not isinstance(self._conversation, Dialogue):

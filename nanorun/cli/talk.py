@@ -30,15 +30,9 @@ def chat(
     tools: Tools = "calculator",
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.6,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is no limit.")] = 50,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens with this total probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Minimum probability, relative to the most likely token.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, repeated tokens become less likely.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: a total probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Minimum probability, relative to the top one.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, repetition is less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
     int8: Int8 = False,
@@ -69,9 +63,7 @@ def serve(
     model: Annotated[
         str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 for all interfaces.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Listen here; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free port.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="NANORUN_API_KEY", help="Clients must send this key.")
@@ -91,12 +83,8 @@ def serve(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer.")] = None,
     max_body: Annotated[str, typer.Option(help="Maximum size of a request, such as 2MB.")] = "2MB",
     timeout: Annotated[float, typer.Option(help="Maximum seconds of an answer.")] = 600.0,
-    stall: Annotated[
-        float, typer.Option(help="Seconds until a client that reads nothing is disconnected.")
-    ] = 60.0,
-    drain: Annotated[
-        float, typer.Option(min=0, help="Seconds for running answers to finish at shutdown.")
-    ] = 30.0,
+    stall: Annotated[float, typer.Option(help="Timeout of a client that reads nothing.")] = 60.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds for answers to finish at shutdown.")] = 30.0,
     int8: Int8 = False,
 ) -> None:
     """Start an OpenAI-compatible server with a chat page for the browser."""

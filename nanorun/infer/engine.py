@@ -51,9 +51,13 @@ class Handle:
         self._replies: dict[int, Reply] = {}
         self._future: Future[list[Reply]] = Future()
 
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
     def cancel(self) -> None:
         """Ends the request soon and frees its slots. A finished one stays as it is."""
-        if not self._future.done():
+        if not self.is_done:
             self.cancelled = True
             self._wake()
 

@@ -103,7 +103,9 @@ class SequenceState:
         self._emit, self._streams = emit, emit is not None and request.stream
         max_tokens = request.max_tokens or context
         self._context, self._remaining = context, min(max_tokens, context - self.prompt_length)
-        self._stop_ids = frozenset(request.stop_ids)
+        special = tokenizer.special if tokenizer is not None else {}  # not text: a stop string may name one
+        named = [special[stop] for stop in request.stop if stop in special]
+        self._stop_ids = frozenset([*request.stop_ids, *named])
         self._text_stream = TextStream(tokenizer, request.stop) if tokenizer is not None else None
         self._pieces: list[Piece] = []  # of the whole reply
         self._emitted_pieces = 0

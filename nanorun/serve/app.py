@@ -28,7 +28,7 @@ from nanorun import __version__
 from nanorun.errors import UserError
 from nanorun.infer import request as infer
 from nanorun.serve.engines import Dispatcher, RemoteModel
-from nanorun.serve.errors import ApiError, from_validation
+from nanorun.serve.errors import ApiError, ErrorObject, from_validation
 from nanorun.serve.metrics import CONTENT_TYPE, Metrics
 from nanorun.serve.middleware import SecurityMiddleware
 from nanorun.serve.options import ServeOptions
@@ -68,26 +68,12 @@ SUGGESTIONS = {
 }
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-        "description": "OpenAI's error object",
-    }
+    status: {"model": ErrorObject, "description": "OpenAI's error object"}
     for status in (400, 401, 403, 404, 405, 408, 413, 422, 429, 500, 503)
 }
 _COMPLETION = {
     "description": "OpenAI's completion object, or a stream of its chunks",
     "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
-}
-_ERROR_FIELDS = {
-    "message": {"type": "string"},
-    "type": {"type": "string"},
-    "param": {"type": ["string", "null"]},
-    "code": {"type": ["string", "null"]},
-}
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {"error": {"type": "object", "required": list(_ERROR_FIELDS), "properties": _ERROR_FIELDS}},
 }
 
 
@@ -301,13 +287,3 @@ def _add_error_handlers(app: FastAPI) -> None:
         messages = {404: f"There is nothing at {request.url.path:.100}.", 405: "This method is not allowed."}
         message = messages.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=error.headers).response()
-
-    default_openapi = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        """FastAPI's schema, with OpenAI's errors in place of FastAPI's."""
-        schema = default_openapi()
-        schema["components"]["schemas"]["Error"] = _ERROR_SCHEMA
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -119,10 +119,6 @@ class RemoteEngine:
             self.process.kill()
         self._wait_for_exit()
 
-    @property
-    def resident_bytes(self) -> float:
-        return resident_bytes(self.process.pid) if not self.broken else 0
-
     def _send(self, key: int, request: dict[str, Any] | None) -> None:
         if not self._unsent:  # one message for all that this iteration of the event loop submits
             asyncio.get_running_loop().call_soon(self._flush)
@@ -257,7 +253,7 @@ class Dispatcher:
 
     def gauges(self) -> dict[str, tuple[str, float]]:
         occupancies = [engine.occupancy for engine in self.engines]
-        memory = sum(engine.resident_bytes for engine in self.engines)
+        memory = sum(resident_bytes(engine.process.pid) for engine in self.engines if not engine.broken)
         return {
             "nanorun_slots": ("Sequences that can be generated at a time.", self.slots),
             "nanorun_slots_busy": (

@@ -7,9 +7,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import Response
 
 TYPES = {408: "timeout_error", 429: "rate_limit_error"}
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorFields
 
 
 class ApiError(Exception):

@@ -122,8 +122,7 @@ class Worker:
         self._engine, self._tool = model.engine, model.tool
         # Events by key. None: no event, but the occupancy may have changed.
         self._events = queue.SimpleQueue["tuple[int, Event | BaseException] | None"]()
-        self._lock = threading.Lock()
-        self._running: dict[int, list[Any]] = {}  # handle, samples that are not done
+        self._running: dict[int, Handle] = {}
 
     def serve(self) -> None:
         """Reads requests until the server closes the connection."""
@@ -132,28 +131,27 @@ class Worker:
             for key, request in requests:
                 if request is not None:
                     self._submit(key, decode_request(request, self._tool))
-                elif (found := self._running.get(key)) is not None:
-                    found[0].cancel()
+                elif (handle := self._running.get(key)) is not None:
+                    handle.cancel()
             self._events.put(None)
 
     def _submit(self, key: int, request: Request) -> None:
         def listen(event: Event | BaseException) -> None:
             self._events.put((key, event))
 
-        with self._lock:  # the last event may arrive before the handle is stored
-            try:
-                handle: Handle = self._engine.submit(request, listen)
-            except UserError as error:
-                listen(error)
-                return
-            self._running[key] = [handle, request.samples]
+        try:
+            self._running[key] = self._engine.submit(request, listen)
+        except UserError as error:
+            listen(error)
 
     def _send(self) -> None:
         sent = (0, 0)
         try:
             while True:
                 events = self._gather(POLL_S if self._running or any(sent) else None)
-                encoded = [(key, self._encode(key, event)) for key, event in events]
+                encoded = [(key, self._encode(event)) for key, event in events]
+                for key in [key for key, handle in list(self._running.items()) if handle.is_done]:
+                    del self._running[key]
                 occupancy = self._engine.occupancy
                 if encoded or occupancy != sent:
                     sent = occupancy
@@ -173,19 +171,13 @@ class Worker:
                 gathered.append(self._events.get_nowait())
         return [event for event in gathered if event is not None]
 
-    def _encode(self, key: int, event: Event | BaseException) -> tuple[Any, ...] | str:
-        if isinstance(event, BaseException) and self._engine.broken:
+    def _encode(self, event: Event | BaseException) -> tuple[Any, ...] | str:
+        if not isinstance(event, BaseException):
+            return encode_event(event)
+        if self._engine.broken:
             raise event
-        if isinstance(event, BaseException) or event.reply is not None:
-            with self._lock:
-                if (found := self._running.get(key)) is not None:
-                    found[1] -= 1
-                    if not found[1]:
-                        del self._running[key]
-        if isinstance(event, BaseException):
-            traceback.print_exception(event)
-            return f"{type(event).__name__}: {event}"
-        return encode_event(event)
+        traceback.print_exception(event)
+        return f"{type(event).__name__}: {event}"
 
 
 def pack(value: Any) -> bytes:

@@ -69,7 +69,7 @@ def test_requests_go_to_the_engine_with_the_least_load(model):
     assert [answer.json()["choices"][0]["finish_reason"] for answer in asyncio.run(talk())] == ["length"] * 4
 
 
-@pytest.mark.parametrize("stops", [(), ("e:",), ("12+",), ("so",), ("42",)])
+@pytest.mark.parametrize("stops", [(), ("e:",), ("12+",), ("so",), ("42",), ("<|python_start|>",)])
 def test_a_stream_and_a_whole_reply_say_the_same(trained, monkeypatch, stops):
     monkeypatch.setenv("NANORUN_HOME", str(trained))
     prompt = render_prompt([{"role": "user", "content": "sum"}], byte_tokenizer())
@@ -83,6 +83,7 @@ def test_a_stream_and_a_whole_reply_say_the_same(trained, monkeypatch, stops):
     assert [pair for event in said for pair in event.logprobs] == list(whole.logprobs)
     assert not any(stop in part["text"] for part in parts for stop in stops if part["type"] != "output")
     expected = {"e:": "Let me se", "12+": "Let me see: ", "so": "Let me see:  Quite "}
+    expected["<|python_start|>"] = "Let me see: "
     assert whole.text == expected.get(stops[0] if stops else "", "Let me see:  Quite so.")
     assert "".join(chr(token_id) for token_id, _ in whole.logprobs) == whole.text, "a token is a byte here"
 

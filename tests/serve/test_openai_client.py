@@ -224,7 +224,7 @@ def test_what_cannot_be_done_is_refused_by_name(client, changes, param, code):
         client.chat.completions.create(**{"messages": user("hi"), **GREEDY, **changes})
     error = refused.value
     assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
-    assert ("at most 16" in error.message) == (len(changes.get("stop", "")) > 16)
+    assert ("at most 16" in error.message) == (len(changes.get("stop", "")) > 16 or "n" in changes)
 
 
 def test_what_is_harmless_is_taken(client):

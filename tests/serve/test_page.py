@@ -274,7 +274,7 @@ def test_settings_go_with_the_next_request_and_stay(page):
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Top-p").fill("0.5")
-    page.get_by_label("Most tokens").fill("3")
+    page.get_by_label("Maximum tokens").fill("3")
     page.get_by_label("Seed").fill("7")
     page.get_by_label("System prompt").fill("Be kind.")
     page.get_by_role("button", name="Done").click()

@@ -16,13 +16,13 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobil
 
 
 TROUBLE = [
-    ({"status": 429, "headers": {"retry-after": "3"}}, "as much to do as it can take: try again in 3 s."),
+    ({"status": 429, "headers": {"retry-after": "3"}}, "is at capacity: try again in 3 s."),
     ({"status": 503}, "The server is shutting down: try again when it is back."),
     ({"status": 500, "body": "<h1>oops</h1>"}, "The server answered with 500."),
     ({"status": 400, "body": '{"error": {"message": "Too <b>odd</b>."}}'}, "Too <b>odd</b>."),
     ({"body": chunks({"content": "Half a"}, end=False)}, "lost before the answer was complete: try again."),
     ({"body": 'data: {"error": {"message": "It broke."}}\n\n'}, "It broke."),
-    ({"body": "data: {nonsense\n\n"}, "The server's answer could not be understood: try again."),
+    ({"body": "data: {nonsense\n\n"}, "The server's response is malformed: try again."),
     (None, "The server cannot be reached: check that it is running, then try again."),
 ]
 
@@ -59,7 +59,7 @@ def test_a_full_server_is_told_and_the_retry_gets_through(narrow, visit):
         with http.stream("POST", CHAT, json=loop), http.stream("POST", CHAT, json=loop):
             narrow.wait_until(lambda: narrow.metric("nanorun_queue") == 1)
             ask(page, "hi")
-            expect(page.locator(".trouble p")).to_contain_text("as much to do as it can take: try again in")
+            expect(page.locator(".trouble p")).to_contain_text("is at capacity: try again in")
         narrow.wait_until(narrow.idle)
     page.get_by_role("button", name="Retry").click()
     expect(answers(page)).to_have_text(HI)
@@ -235,11 +235,11 @@ def test_a_base_model_goes_on_with_a_text_and_says_so(trained, visit):
     with running(trained, "--model", "writer") as server:
         page = visit(server)
         expect(page.locator("#fine")).to_have_text(
-            "A base model: it continues text and answers no questions."
+            "A base model: it continues text and does not answer questions."
         )
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("Temperature").fill("0")
-        page.get_by_label("Most tokens").fill("12")
+        page.get_by_label("Maximum tokens").fill("12")
         page.get_by_role("button", name="Done").click()
         ask(page, STORY[:7])
         first = answers(page).text_content()
@@ -271,11 +271,11 @@ def test_a_key_is_asked_for_kept_with_the_tab_and_a_server_that_is_gone_is_told(
     with running(trained, NANORUN_API_KEY="sesame") as server:
         page = visit(server)
         expect(page.locator("#notice")).to_have_text(
-            "The server wants an API key: enter it in the settings.Settings"
+            "The server requires an API key: enter it in the settings.Settings"
         )
         ask(page, "hi")
         expect(page.locator(".trouble p")).to_have_text(
-            "The server wants an API key: enter it in the settings."
+            "The server requires an API key: enter it in the settings."
         )
         page.locator("#notice").get_by_role("button", name="Settings").click()
         expect(page.get_by_label("API key")).to_be_focused()

@@ -1,4 +1,4 @@
-// The server: its model, and answers as they are written. Whatever goes wrong becomes one sentence.
+// The client of the server's API: its model, and streamed answers. Every error becomes one sentence.
 
 export class Trouble extends Error {
   constructor(sentence, status = 0) {
@@ -10,20 +10,21 @@ export class Trouble extends Error {
 const UNREACHABLE = "The server cannot be reached: check that it is running, then try again.";
 const LOST = "The connection was lost before the answer was complete: try again.";
 
-/** The model's card, as /v1/models tells it. */
+/** The model's card from /v1/models. */
 export async function fetchModel(key) {
   const response = await send("v1/models", { headers: headers(key) });
   try {
     const card = (await response.json()).data[0];
     return { id: String(card.id), kind: "chat", suggestions: [], sampling: {}, ...card.nanorun };
   } catch {
-    throw new Trouble("What answers here is not a nanorun server: check the address.");
+    throw new Trouble("This is not a nanorun server: check the address.");
   }
 }
 
 /**
  * Yields { kind, text } for each piece of the answer ("text", or a tool's "python", "output", "guess"), then
- * { finish } and { tokens }; before them { leftOut }, where the oldest messages did not fit. A base model has `prompt` in place of `messages`.
+ * { finish } and { tokens }; before them { leftOut }, if the oldest messages did not fit. A base model takes `prompt`
+ * instead of `messages`.
  */
 export async function* answer(request, key, signal) {
   const path = "messages" in request ? "v1/chat/completions" : "v1/completions";
@@ -81,7 +82,7 @@ async function send(path, options) {
     if (options.signal?.aborted) throw error;
     const wrong = error instanceof TypeError && /header|ISO-8859|ByteString/i.test(error.message);
     throw new Trouble(
-      wrong ? "The API key has signs that no key has: correct it in the settings." : UNREACHABLE,
+      wrong ? "The API key has invalid characters: correct it in the settings." : UNREACHABLE,
     );
   }
   if (!response.ok) throw await trouble(response, Boolean(options.headers.authorization));
@@ -98,16 +99,16 @@ async function trouble(response, hadKey) {
   if (status === 401) {
     const said = hadKey
       ? "The server does not accept this API key: correct it in the settings."
-      : "The server wants an API key: enter it in the settings.";
+      : "The server requires an API key: enter it in the settings.";
     return new Trouble(said, status);
   }
   if (status === 429) {
     const when = wait ? ` in ${wait} s` : " in a moment";
-    return new Trouble(`The server has as much to do as it can take: try again${when}.`, status);
+    return new Trouble(`The server is at capacity: try again${when}.`, status);
   }
   if (status === 503) return new Trouble("The server is shutting down: try again when it is back.", status);
   if (error?.code === "context_length_exceeded") {
-    return new Trouble("This is longer than the model can read: shorten it, or start anew.", status);
+    return new Trouble("This exceeds the model's context: shorten it, or start a new conversation.", status);
   }
   return new Trouble(error?.message ? String(error.message) : `The server answered with ${status}.`, status);
 }

@@ -1,4 +1,4 @@
-// Building elements. A string is only ever a text node: nothing on this page parses HTML, and the server's
+// Creates elements. A string always becomes a text node: nothing on this page parses HTML, and the server's
 // policy (trusted types) forbids the calls that would.
 
 export const $ = (id) => document.getElementById(id);
@@ -33,7 +33,7 @@ export function iconButton(name, label, onclick, more = {}) {
   );
 }
 
-/** The clipboard, also where the browser keeps it from pages that did not come over HTTPS. */
+/** Writes to the clipboard, also on pages without HTTPS, where browsers do not offer its API. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -49,7 +49,7 @@ export async function copy(text) {
   }
 }
 
-/** Copies, and shows for a moment that it did. */
+/** Copies the text, and shows a check mark for a moment. */
 export function copyButton(label, text) {
   const button = iconButton("copy", label, async () => {
     await copy(text());

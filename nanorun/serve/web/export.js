@@ -1,4 +1,4 @@
-// A conversation as a file: Markdown to read, or JSON as chat data has it, which `nanorun train sft` can learn from.
+// Exports a conversation: as Markdown, or as JSON in the format of chat data, which `nanorun train sft` can train on.
 
 import { titleOf } from "./store.js";
 

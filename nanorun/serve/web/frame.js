@@ -1,15 +1,15 @@
-// What moves around the messages: the end of the page, which is followed while an answer grows unless the
-// reader has scrolled up, and the drawer with the list, beside the messages or over them where there is no room.
+// Scrolling and the drawer. The page follows the end of a growing answer unless the user has scrolled up. The drawer
+// with the list is beside the messages, or over them on a narrow screen.
 
 import { $ } from "./dom.js";
 
-const NEAR = 60; // pixels from the end that still count as its end
+const NEAR = 60; // pixels from the end that count as the end
 export const narrow = matchMedia("(max-width: 767px)");
 
 const scroll = $("scroll");
 const fromEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
 let follow = true;
-let touched = false; // a finger is on it
+let touched = false; // the user touches the screen
 let top = 0;
 
 export function toEnd() {

@@ -1,4 +1,4 @@
-// The list of conversations: by day, found by any word in them, renamed in place.
+// The list of conversations: grouped by day, searchable by their text, renamed in place.
 
 import { $, h, iconButton } from "./dom.js";
 import { titleOf } from "./store.js";

@@ -1,6 +1,6 @@
-// A little Markdown, as nodes: code fences, headings, lists, quotes, rules, bold, italics, inline code.
-// Everything else, HTML and links among it, stays the text that it is. While an answer grows, blocks that did
-// not change keep their nodes.
+// A subset of Markdown as DOM nodes: code fences, headings, lists, quotes, rules, bold, italics, inline code.
+// Everything else, including HTML and links, stays plain text. While an answer grows, unchanged blocks keep
+// their nodes.
 
 import { copyButton, h } from "./dom.js";
 

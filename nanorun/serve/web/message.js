@@ -1,5 +1,5 @@
-// One message on the page. A question is shown as it was typed; an answer as Markdown, with its tool calls
-// as blocks between. What can be done with a message is handed in as functions.
+// One message on the page. A question is shown as typed; an answer as Markdown, with its tool calls as blocks
+// between. The actions on a message are passed in as functions.
 
 import { copyButton, h, icon, iconButton } from "./dom.js";
 import { showMarkdown } from "./markdown.js";
@@ -113,7 +113,7 @@ function showAnswer(body, message, model) {
   while (body.children.length > segments.length) body.lastChild.remove();
 }
 
-/** Text and tool calls by turns; a call is what was run and what came of it. */
+/** Splits an answer into text and tool calls; a call has its code and its output. */
 function segmentsOf(message) {
   if (!message.parts) return message.content ? [{ kind: "said", text: message.content }] : [];
   const segments = [];
@@ -204,7 +204,7 @@ function figures({ finish, stats, content, leftOut }) {
 const round = (value) =>
   new Intl.NumberFormat("en", { maximumFractionDigits: value < 10 ? 1 : 0 }).format(value);
 
-/** As high as what is in it; what CSS's field-sizing does where browsers know it. */
+/** Fits the height of a text area to its content, for browsers without CSS field-sizing. */
 export function fit(text) {
   if (CSS.supports("field-sizing", "content")) return;
   text.style.height = "auto";

@@ -1,11 +1,11 @@
-// What is said beside the messages: a sentence above them, a toast that can undo, a word for screen readers.
+// Notifications: a notice above the messages, a toast with an undo button, announcements for screen readers.
 
 import { $, h, icon } from "./dom.js";
 
 const UNDO_MS = 8_000;
 const notices = new Map();
 
-/** One sentence above the messages, with something to do about it; null takes it away. */
+/** Shows one sentence above the messages, with a button; null removes it. */
 export function notice(said, from, action = null) {
   if (said) notices.set(from, { said, action });
   else notices.delete(from);

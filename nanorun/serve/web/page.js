@@ -1,5 +1,5 @@
-// The page: what is shown, and what each button and key does. Conversations are kept in store.js, answers
-// come through talk.js.
+// The page: its state, and the actions of its buttons and keys. Conversations are stored by store.js, answers come
+// from talk.js.
 
 import { fetchModel } from "./api.js";
 import { $, copy, icon, save } from "./dom.js";
@@ -24,7 +24,7 @@ import { Talk } from "./talk.js";
 import { showWelcome } from "./welcome.js";
 
 const SAVE_MS = 400;
-const LOOK_AGAIN_MS = 5_000; // for a server that is away
+const RETRY_MS = 5_000; // while the server is unreachable
 
 const settings = store.loadSettings();
 const loaded = store.load();
@@ -55,7 +55,7 @@ const talk = new Talk(settings, {
 
 let lookingAgain = 0;
 
-async function meetModel() {
+async function loadModel() {
   clearTimeout(lookingAgain);
   try {
     talk.model = await fetchModel(store.loadKey());
@@ -66,8 +66,8 @@ async function meetModel() {
     const wantsKey = error.status === 401;
     showModel(wantsKey ? "key" : "away", wantsKey ? "API key needed" : "offline");
     const settle = { label: "Settings", act: () => showSettings("set-key") };
-    notice(error.message, "model", wantsKey ? settle : { label: "Try again", act: meetModel });
-    if (!wantsKey) lookingAgain = setTimeout(meetModel, LOOK_AGAIN_MS);
+    notice(error.message, "model", wantsKey ? settle : { label: "Try again", act: loadModel });
+    if (!wantsKey) lookingAgain = setTimeout(loadModel, RETRY_MS);
   }
   showEmpty();
   for (const message of views.keys()) paint(message);
@@ -78,10 +78,10 @@ function showModel(state, name, size = "") {
   $("model-name").textContent = name;
   $("model-size").textContent = size;
   const base = talk.model?.kind === "base";
-  $("text").placeholder = base ? "Begin a text, and the model goes on" : "Ask something";
+  $("text").placeholder = base ? "Type a text for the model to continue" : "Ask something";
   $("fine").textContent = base
-    ? "A base model: it continues text and answers no questions."
-    : "Small models make things up: check what matters.";
+    ? "A base model: it continues text and does not answer questions."
+    : "Small models make mistakes: check important facts.";
   document.body.classList.toggle("base", base);
 }
 
@@ -125,7 +125,7 @@ function view(message) {
   $("log").append(made.node);
 }
 
-/** Nodes for messages that are new, and none for those that are gone. */
+/** Adds nodes for new messages and removes those of deleted ones. */
 function showMessages() {
   for (const [message, { node }] of views) {
     if (shown.messages.includes(message)) continue;
@@ -174,7 +174,7 @@ function ask(text) {
     conversations.unshift(shown);
   }
   const last = shown.messages.at(-1);
-  if (last?.error && !last.content) shown.messages.pop(); // the question that failed is answered with this one
+  if (last?.error && !last.content) shown.messages.pop(); // the failed question is retried together with this one
   shown.messages.push({ role: "user", content: text });
   shown.updated = Date.now();
   $("text").value = "";
@@ -185,12 +185,12 @@ function ask(text) {
   begin(() => talk.answer(shown));
 }
 
-/** The conversation goes on from the changed question, and what came after it is gone. */
+/** Continues the conversation from the edited question; the messages after it are replaced. */
 function edit(message, text) {
   const before = shown.messages;
   const at = before.indexOf(message);
   shown.messages = [...before.slice(0, at), { role: "user", content: text }];
-  replaced(before, before.length - at > 2 ? "The messages from there on were replaced." : null);
+  replaced(before, before.length - at > 2 ? "The later messages were replaced." : null);
 }
 
 function regenerate(message) {
@@ -241,7 +241,7 @@ function openNew() {
   $("text").focus();
 }
 
-/** Without a name: asks for it in the list. */
+/** Without a name: shows an input in the list. */
 function rename(id, name) {
   if (name === undefined) {
     renaming = id;
@@ -283,7 +283,7 @@ function forget(gone) {
   );
 }
 
-// -- keeping --------------------------------------------------------------------------------------------
+// -- storage --------------------------------------------------------------------------------------------
 
 const waiting = new Map();
 
@@ -298,7 +298,7 @@ function keepSoon(conversation) {
 function keepNow(conversation) {
   clearTimeout(waiting.get(conversation));
   waiting.delete(conversation);
-  if (!conversations.includes(conversation)) return; // it was deleted while it was answered
+  if (!conversations.includes(conversation)) return; // it was deleted while the answer was generated
   const problem = store.keep(conversation);
   if (problem || conversation === shown) notice(problem, "keep");
 }
@@ -311,7 +311,7 @@ addEventListener("pagehide", () => {
 
 addEventListener("storage", ({ key }) => {
   if (!store.isConversation(key)) return;
-  const elsewhere = store.load().conversations; // another tab has changed something
+  const elsewhere = store.load().conversations; // another tab may have changed it
   const busy = (one) => one.id === shown.id || talk.running.has(one.id);
   conversations = [
     ...conversations.filter(busy),
@@ -350,7 +350,7 @@ function showSettings(focus) {
   closeDrawer();
   const changed = (name) => {
     if (name === "theme") showTheme();
-    if (name === "key") meetModel();
+    if (name === "key") loadModel();
   };
   openSettings(settings, talk.model, { changed, forgetAll: () => forget([...conversations]) }, focus);
 }
@@ -444,5 +444,5 @@ showDrawer();
 present(shown);
 notice(loaded.problem, "load");
 if (!narrow.matches) $("text").focus();
-meetModel();
-addEventListener("online", meetModel);
+loadModel();
+addEventListener("online", loadModel);

@@ -1,9 +1,9 @@
-// The two sheets: settings, which take effect as they are changed, and the keyboard's shortcuts.
+// The two dialogs: settings, which take effect immediately, and keyboard shortcuts.
 
 import { $, h, iconButton } from "./dom.js";
 import { DEFAULTS, RANGES, keepKey, keepSettings, keyIsRemembered, loadKey } from "./store.js";
 
-/** `settings` is changed in place; `changed` is told the name of what changed ("key" for the API key). */
+/** Changes `settings` in place and calls `changed` with the name of each changed setting ("key" for the API key). */
 export function openSettings(settings, model, { changed, forgetAll }, focus) {
   const dialog = $("settings");
   const set = (name, value) => {
@@ -11,7 +11,7 @@ export function openSettings(settings, model, { changed, forgetAll }, focus) {
     keepSettings(settings);
     changed(name);
   };
-  const usual = model?.sampling ?? {};
+  const defaults = model?.sampling ?? {};
   const sections = [
     h("section", null, h("h3", null, "Look"), themeField(settings, set)),
     h(
@@ -21,13 +21,13 @@ export function openSettings(settings, model, { changed, forgetAll }, focus) {
       slider(
         "temperature",
         "Temperature",
-        "0 always takes the likeliest word; higher is livelier.",
-        usual.temperature ?? 1,
+        "0 always takes the most likely token; higher values vary more.",
+        defaults.temperature ?? 1,
         0.05,
       ),
-      slider("top_p", "Top-p", "Only the likeliest words that make up this share.", usual.top_p ?? 1, 0.01),
-      numberField("max_tokens", "Most tokens", "of one answer", "no limit"),
-      numberField("seed", "Seed", "the same seed gives the same answer again", "random"),
+      slider("top_p", "Top-p", "Sample from the most likely tokens with this total probability.", defaults.top_p ?? 1, 0.01),
+      numberField("max_tokens", "Maximum tokens", "per answer", "no limit"),
+      numberField("seed", "Seed", "the same seed gives the same answer", "random"),
       model?.kind === "base" ? null : systemField(),
     ),
     h("section", null, h("h3", null, "Connection"), keyField()),
@@ -35,7 +35,7 @@ export function openSettings(settings, model, { changed, forgetAll }, focus) {
       "section",
       null,
       h("h3", null, "Conversations"),
-      h("p", { class: "help" }, "They are kept in this browser and nowhere else."),
+      h("p", { class: "help" }, "They are stored in this browser only."),
       h(
         "button",
         {
@@ -82,7 +82,7 @@ export function openSettings(settings, model, { changed, forgetAll }, focus) {
     const shown = h("output", { for: `set-${name}` });
     const tell = () => {
       range.value = String(settings[name] ?? standard);
-      shown.textContent = settings[name] === null ? `${standard} (usual)` : String(settings[name]);
+      shown.textContent = settings[name] === null ? `${standard} (default)` : String(settings[name]);
     };
     range.addEventListener("input", () => {
       set(name, Number(range.value));
@@ -133,7 +133,7 @@ export function openSettings(settings, model, { changed, forgetAll }, focus) {
     });
     text.value = settings.system;
     text.addEventListener("input", () => set("system", text.value));
-    const help = h("p", { class: "help", id: "help-system" }, "Said to the model before each conversation.");
+    const help = h("p", { class: "help", id: "help-system" }, "Instructions at the beginning of each conversation.");
     return h("div", { class: "field" }, h("label", { for: "set-system" }, "System prompt"), text, help);
   }
 
@@ -159,7 +159,7 @@ export function openSettings(settings, model, { changed, forgetAll }, focus) {
     const help = h(
       "p",
       { class: "help", id: "help-key" },
-      "Only if the server was started with one. It is forgotten with this tab, unless:",
+      "Only if the server requires one. It is deleted when this tab closes, unless:",
     );
     return h("div", { class: "field" }, h("label", { for: "set-key" }, "API key"), key, help, box);
   }

@@ -1,5 +1,5 @@
-// What this browser keeps: settings, drafts, and each conversation under a key of its own, so that saving one
-// costs no more than that one. Nothing that is found here is trusted to be whole.
+// Browser storage: settings, drafts, and each conversation under its own key, so that saving one does not rewrite the
+// others. Stored data is validated, never trusted.
 //
 //   conversation  { id, title, updated, messages }
 //   message       { role, content, parts?, finish?, stats?, error? }
@@ -24,7 +24,7 @@ export const RANGES = {
   seed: [0, 2 ** 53 - 1],
 };
 
-/** All conversations, newest first, and a sentence if something could not be read. */
+/** All conversations, newest first, and an error message if some could not be read. */
 export function load() {
   const conversations = [];
   let damaged = 0;
@@ -34,7 +34,7 @@ export function load() {
       const conversation = whole(kept);
       if (conversation && key === CHAT + conversation.id) conversations.push(conversation);
       else {
-        damaged += 1; // set aside, so that it is told once and a person may still look at it
+        damaged += 1; // moved aside, so that it is reported once and can still be inspected
         localStorage.removeItem(key);
         localStorage.setItem(`${PREFIX}damaged:${key.slice(CHAT.length)}`, kept);
       }
@@ -46,11 +46,11 @@ export function load() {
   const what = damaged === 1 ? "One conversation" : `${damaged} conversations`;
   return {
     conversations,
-    problem: damaged ? `${what} in this browser could not be read, and the page goes on without.` : null,
+    problem: damaged ? `${what} in this browser could not be read and are ignored.` : null,
   };
 }
 
-/** Null, or a sentence that says why it could not be kept. */
+/** Null, or the reason why it could not be stored. */
 export function keep(conversation) {
   try {
     localStorage.setItem(CHAT + conversation.id, JSON.stringify(conversation));
@@ -71,7 +71,7 @@ export function newConversation() {
   return { id, title: "", updated: Date.now(), messages: [] };
 }
 
-/** The first words that a person said. */
+/** The first words of the first question. */
 export function titleOf({ title, messages }) {
   if (title) return title;
   const line =
@@ -112,7 +112,7 @@ export function loadSettings() {
 export const keepSettings = (settings) =>
   quietly(() => localStorage.setItem(`${PREFIX}settings`, JSON.stringify(settings)));
 
-/** The API key, until the tab closes unless it is to be remembered. */
+/** The API key: stored until the tab closes, or permanently if the user chooses so. */
 export const loadKey = () => quietly(() => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY)) ?? "";
 export const keyIsRemembered = () => Boolean(quietly(() => localStorage.getItem(KEY)));
 export function keepKey(key, remember) {

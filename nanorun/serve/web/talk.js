@@ -1,9 +1,9 @@
-// Answers on their way. Each conversation may have one, and it goes on while another conversation is looked at.
+// Running answers: at most one per conversation. An answer continues while another conversation is shown.
 
 import { Trouble, answer } from "./api.js";
 import { loadKey } from "./store.js";
 
-const BASE_TOKENS = 200; // of a base model's text, which seldom ends by itself
+const BASE_TOKENS = 200; // of a base model's text, which rarely ends by itself
 
 export class Talk {
   /** `changed(conversation, message)` is called for every piece, and `ended` after the last. */
@@ -15,13 +15,13 @@ export class Talk {
     this.model = null;
   }
 
-  /** What there is of the answer stays. */
+  /** Stops the answer and keeps its text so far. */
   async stop(id) {
     this.running.get(id)?.controller.abort();
     await this.running.get(id)?.ended;
   }
 
-  /** The page is closing: what there is of each answer is to be kept. */
+  /** The page is closing: keeps the text of each answer so far. */
   leave() {
     for (const { message, controller } of this.running.values()) {
       message.finish = "interrupted";
@@ -29,13 +29,13 @@ export class Talk {
     }
   }
 
-  /** Answers the last question. `message` is an answer of a base model that goes on. */
+  /** Answers the last question, or continues `message`, the answer of a base model. */
   async answer(conversation, message = null) {
-    const goesOn = message !== null;
+    const continues = message !== null;
     const request = this.request(conversation, message);
     message ??= { role: "assistant", content: "" };
     if (this.model?.kind === "base") message.plain = true;
-    if (!goesOn) conversation.messages.push(message);
+    if (!continues) conversation.messages.push(message);
     for (const name of ["finish", "stats", "error", "leftOut"]) delete message[name];
     const controller = new AbortController();
     let end;
@@ -61,7 +61,7 @@ export class Talk {
     } catch (error) {
       if (controller.signal.aborted) message.finish ??= "stopped";
       else if (error instanceof Trouble) message.error = { said: error.message, status: error.status };
-      else message.error = { said: "The server's answer could not be understood: try again.", status: 0 };
+      else message.error = { said: "The server's response is malformed: try again.", status: 0 };
     }
     if (first !== null) message.stats = stats(begun, first, tokens, pieces);
     this.running.delete(conversation.id);
@@ -69,7 +69,7 @@ export class Talk {
     end();
   }
 
-  request(conversation, goingOn) {
+  request(conversation, continued) {
     const { settings, model } = this;
     const request = {};
     for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
@@ -78,7 +78,7 @@ export class Talk {
     if (model) request.model = model.id;
     if (model?.kind === "base") {
       const begun = conversation.messages.findLast(({ role }) => role === "user").content;
-      return { max_tokens: BASE_TOKENS, ...request, prompt: begun + (goingOn?.content ?? "") };
+      return { max_tokens: BASE_TOKENS, ...request, prompt: begun + (continued?.content ?? "") };
     }
     const messages = conversation.messages.filter(({ content, parts }) => content || parts).map(plain);
     if (settings.system.trim()) messages.unshift({ role: "system", content: settings.system });
@@ -98,11 +98,11 @@ function add(message, kind, text) {
   else message.parts.push({ type: kind, text });
 }
 
-/** Tokens as the server counts them, or if it could not say, as many as pieces came. */
+/** The server's token count, or the number of pieces if it is unknown. */
 function stats(begun, first, tokens, pieces) {
   const now = performance.now();
   const count = tokens ?? pieces;
-  const burst = now - first < (first - begun) / 2; // it came as one: its pieces tell nothing of the speed
+  const burst = now - first < (first - begun) / 2; // all pieces came at once: their timing says nothing about the speed
   const seconds = (now - (burst ? begun : first)) / 1000;
   const perSecond = count > 1 && seconds > 0 ? (burst ? count : count - 1) / seconds : null;
   return { tokens: count, counted: tokens !== null, perSecond, first: (first - begun) / 1000 };

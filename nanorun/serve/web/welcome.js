@@ -1,4 +1,4 @@
-// The page of a conversation that has not begun: what can be asked of this model.
+// The empty page of a new conversation: suggestions for this model.
 
 import { $, h, icon } from "./dom.js";
 
@@ -6,13 +6,13 @@ export function showWelcome(model, ask) {
   const base = model?.kind === "base";
   const mark = icon("mark");
   mark.classList.add("mark");
-  const what = base ? "a base model, which goes on with a text" : "your own model";
+  const what = base ? "a base model, which continues a text" : "your own model";
   const hello = h(
     "div",
     { class: "hello" },
     mark,
-    h("h2", null, base ? "How shall it begin?" : "What would you like to know?"),
-    h("p", null, model ? `You are talking to ${model.id}, ${what}.` : ""),
+    h("h2", null, base ? "How should the text begin?" : "What would you like to know?"),
+    h("p", null, model ? `You are chatting with ${model.id}, ${what}.` : ""),
   );
   const cards = (model?.suggestions ?? []).slice(0, 4).map(({ label, text }) => {
     const content = [h("small", null, label), h("span", null, text), icon("go")];
