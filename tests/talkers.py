@@ -1,4 +1,4 @@
-"""A chat model that knows six answers by heart, some of them nasty, and a base model that knows one text."""
+"""A chat model overfitted on six answers, some of them malicious, and a base model overfitted on one text."""
 
 import random
 from pathlib import Path
@@ -30,8 +30,8 @@ ANSWERS: dict[str, Any] = {
     "evil": EVIL,
     "sum": call("12+30", "42", "Let me see: ", " Quite so."),
     "program": call("print(6*7)", "42", "Running ", " Done."),
-    "half": "ab🙂",  # of which it says two bytes of four
-    "loop": "tick tock " * 8,  # and so on, without an end
+    "half": "ab🙂",  # of which it generates two bytes of four
+    "loop": "tick tock " * 8,  # repeated without an end
 }
 
 
@@ -53,7 +53,7 @@ def make_home(home: Path) -> None:
 
 
 def _row(tokenizer: Tokenizer, questions: list[str], dice: random.Random) -> tuple[list[int], list[int]]:
-    """A conversation as inputs and targets. That an endless answer was stopped is seen but not learned."""
+    """A conversation as inputs and targets. The end of an endless answer is an input, but not a target."""
     ids, targets = [tokenizer.bos], [IGNORE]
     for question in questions:
         messages = [
@@ -62,7 +62,7 @@ def _row(tokenizer: Tokenizer, questions: list[str], dice: random.Random) -> tup
         ]
         rendered = render({"messages": messages}, tokenizer)
         turn, mask = rendered.ids[1:], rendered.mask[1:]
-        if question == "program":  # it has learned to make up what the tool says, too
+        if question == "program":  # it is trained on the tool's output, too
             answer = turn.index(tokenizer.special["<|assistant_start|>"])
             mask = [int(at > answer) for at in range(len(turn))]
         if question == "half":

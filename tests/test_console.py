@@ -1,4 +1,4 @@
-"""What people read: numbers, sizes and times."""
+"""Readable numbers, sizes and durations."""
 
 import time
 
@@ -23,11 +23,11 @@ from nanorun.console import Progress, seconds
         (5000 * 86_400, "5,000 d"),
     ],
 )
-def test_a_time_is_told_in_its_two_largest_units(s, text):
+def test_a_duration_has_its_two_largest_units(s, text):
     assert seconds(s) == text
 
 
-def test_time_that_is_spent_on_something_else_counts_in_no_rate(monkeypatch):
+def test_time_spent_aside_does_not_count_in_the_rate(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with Progress("training", 1000, "tok") as bar:

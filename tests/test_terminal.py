@@ -1,4 +1,4 @@
-"""Talking to a model as people and scripts do: real processes, in pipes and in a real (pseudo-)terminal."""
+"""`nanorun chat` as people and scripts use it: real processes, in pipes and in a real (pseudo-)terminal."""
 
 import contextlib
 import fcntl
@@ -38,7 +38,7 @@ GREEDY = ("--temperature", "0")
 
 @pytest.fixture
 def talkers(trained: Path, home: Path) -> Path:
-    """A home of one's own with both models."""
+    """A copy of the home with both models."""
     shutil.copytree(trained, home, dirs_exist_ok=True)
     return home
 
@@ -60,7 +60,7 @@ def chat(
 
 
 def chat_all(home: Path, *commands: tuple[list[str], str | bytes], code: int = 0) -> list[Any]:
-    """Several at a time, since most of each is its start."""
+    """Several at a time, since most of the time is their start."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda c: chat(home, *c[0], stdin=c[1], code=code), commands))
 
@@ -75,7 +75,7 @@ def test_a_question_gets_its_answer_on_stdout_and_nothing_else(trained):
         assert done.stderr == b""
 
 
-def test_json_tells_everything_about_one_answer(trained):
+def test_json_describes_one_answer(trained):
     done = chat(trained, "-p", "sum", "--json", "--seed", "7", *GREEDY)
     record = json.loads(done.stdout)
     assert len(done.stdout.splitlines()) == 1
@@ -87,22 +87,22 @@ def test_json_tells_everything_about_one_answer(trained):
         ("text", " Quite so."),
     ]
     assert (record["finish"], record["model"], record["seed"]) == ("stop", "talker", 7)
-    assert record["tokens"] == len("Let me see: 12+30 Quite so.") + 3, "what the tool said is not counted"
+    assert record["tokens"] == len("Let me see: 12+30 Quite so.") + 3, "tool output is not counted"
     assert record["tokens_per_s"] > 0
     assert 0 < record["first_token_s"] < 10
 
 
-def test_a_pipe_gets_the_text_as_it_is_without_the_tools_part(trained):
+def test_a_pipe_gets_the_unchanged_text_without_tool_calls(trained):
     assert chat(trained, "-p", "evil", *GREEDY).stdout.decode() == EVIL + "\n"
     assert chat(trained, "-p", "sum", *GREEDY).stdout == b"Let me see:  Quite so.\n"
 
 
-def test_a_faster_way_of_writing_says_the_same(trained):
+def test_int8_and_speculation_give_the_same_answer(trained):
     fast = ["-p", "hi", "--int8", "--speculate", "draft", "--draft", "talker"]
     assert chat(trained, *fast, *GREEDY).stdout.decode() == HI + "\n"
 
 
-def test_a_seed_gives_the_same_answers_again_and_each_answer_has_its_own(talkers):
+def test_a_seed_reproduces_answers_and_each_answer_has_its_own(talkers):
     with ServedModel(settings=Settings(speculate="lookup")) as model:
 
         def say(seed: int, questions: str) -> list[str]:
@@ -120,13 +120,13 @@ def test_a_base_model_continues_the_text_and_says_so_on_stderr(trained):
     assert done.stderr.decode() == "'writer' is a base model: it continues the text.\n"
 
 
-def test_the_newest_chat_model_is_taken_and_without_one_the_newest_base_model(talkers):
+def test_the_default_is_the_newest_chat_model_or_else_the_newest_base_model(talkers):
     assert default_chat_run() == "talker", "though the base model is newer"
     shutil.rmtree(talkers / "runs" / "talker")
     assert default_chat_run() == "writer"
 
 
-def test_a_model_that_is_damaged_is_passed_over_and_named(talkers):
+def test_a_damaged_model_is_skipped_and_named(talkers):
     for weights in talkers.glob("runs/talker/checkpoints/*/model.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-9])
     done = chat(talkers, "-p", "Once", *GREEDY)
@@ -134,14 +134,14 @@ def test_a_model_that_is_damaged_is_passed_over_and_named(talkers):
     assert "skipping the run 'talker'" in done.stderr.decode()
 
 
-def test_what_the_tool_says_depends_on_what_is_allowed(trained):
+def test_tool_output_depends_on_the_allowed_tools(trained):
     def said(*tools: str) -> str:
         parts = json.loads(chat(trained, "-p", "program", "--json", *GREEDY, *tools).stdout)["parts"]
         assert parts[1] == {"type": "python", "text": "print(6*7)"}
         return parts[2]["text"]
 
     assert said() == "error: not an expression the calculator knows"
-    assert said("--tools", "none") == "42", "as the model makes it up"
+    assert said("--tools", "none") == "42", "made up by the model"
     try:
         Sandbox.probe()
     except SandboxUnavailable as unavailable:
@@ -163,7 +163,7 @@ MISTAKES = [
 ]
 
 
-def test_a_mistake_gets_one_sentence_and_exit_code_2(trained):
+def test_a_user_error_is_one_sentence_with_exit_code_2(trained):
     done = chat_all(trained, *((args, stdin) for args, stdin, _ in MISTAKES), code=2)
     for (args, _, words), one in zip(MISTAKES, done, strict=True):
         assert one.stdout == b"", args
@@ -171,7 +171,7 @@ def test_a_mistake_gets_one_sentence_and_exit_code_2(trained):
         assert words in one.stderr.decode(), args
 
 
-def test_without_a_model_or_a_sandbox_it_says_what_to_do(trained, home, tmp_path, monkeypatch):
+def test_a_missing_model_or_sandbox_is_reported_with_a_remedy(trained, home, tmp_path, monkeypatch):
     assert b"There is no trained model" in chat(home, "-p", "hi", code=2).stderr
     monkeypatch.setenv("PATH", str(tmp_path))
     refused = chat(trained, "-p", "hi", "--tools", "python", code=2).stderr.decode()
@@ -179,7 +179,7 @@ def test_without_a_model_or_a_sandbox_it_says_what_to_do(trained, home, tmp_path
     assert len(refused.splitlines()) == 1
 
 
-def test_the_next_turn_reads_only_what_is_new_and_the_system_text_outlives_the_oldest_questions(talkers):
+def test_the_next_turn_prefills_only_new_tokens_and_truncation_keeps_the_system_message(talkers):
     with ServedModel() as model:
         dialogue = Dialogue(model, Sampling(temperature=0), max_tokens=40, system="S" * 100)
         for question in ("hi", "sum"):
@@ -203,7 +203,7 @@ def test_the_next_turn_reads_only_what_is_new_and_the_system_text_outlives_the_o
 # -- a terminal --------------------------------------------------------------------------------------
 
 PROMPT = re.compile(rb"(?:^|\r\n)(?:\x1b\[1m)?>(?:\x1b\[0m)? $")
-DIRECTIONS = "LRE RLE PDF LRO RLO LRI RLI FSI PDI".split()  # signs that turn the direction of writing
+DIRECTIONS = "LRE RLE PDF LRO RLO LRI RLI FSI PDI".split()  # bidirectional controls
 # A process whose terminal is its stdin, so that Ctrl-C typed there is a signal for it.
 OWN_TERMINAL = """
 import fcntl, os, sys, termios
@@ -213,7 +213,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Terminal:
-    """`nanorun chat` in a terminal of its own, and a person who types there."""
+    """`nanorun chat` in its own terminal, with methods to type there."""
 
     def __init__(self, home: Path, *args: str, **environment: str) -> None:
         inputrc = home / "inputrc"
@@ -238,24 +238,24 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def until(self, pattern: str | re.Pattern[bytes], seconds: float = 60) -> bytes:
-        """What came until this was there."""
+        """The output until the pattern appears."""
         wanted = re.compile(re.escape(pattern.encode())) if isinstance(pattern, str) else pattern
         came, deadline = b"", time.monotonic() + seconds
         while not wanted.search(came):
             left = deadline - time.monotonic()
-            assert left > 0, f"{wanted.pattern!r} did not come: {came!r}"
+            assert left > 0, f"{wanted.pattern!r} did not appear: {came!r}"
             if select.select([self.fd], [], [], left)[0]:
                 came += os.read(self.fd, 65_536)
         return came
 
     def say(self, line: str) -> str:
-        """Types a line; what comes between it and the next prompt."""
+        """Types a line; returns the output until the next prompt."""
         self.type(line + "\r")
         came = self.until(PROMPT)
         return PROMPT.sub(b"", came).decode().replace("\r\n", "\n").removeprefix(line).strip("\n")
 
     def press(self, key: str) -> None:
-        """As a person does: not in the microsecond in which Python, about to wait for a line, misses a signal."""
+        """After a pause: just before it reads a line, Python misses a signal."""
         time.sleep(0.3)
         self.type(key)
 
@@ -264,7 +264,7 @@ class Terminal:
         return self.wait()
 
     def wait(self) -> int:
-        with contextlib.suppress(OSError):  # nobody is left at the other side
+        with contextlib.suppress(OSError):  # the process has exited
             while select.select([self.fd], [], [], 60)[0] and os.read(self.fd, 65_536):
                 pass
         return self.process.wait(10)
@@ -284,11 +284,11 @@ def terminal(home: Path, *args: str, **environment: str) -> Iterator[Terminal]:
         session.close()
 
 
-def test_answers_stream_and_ctrl_c_stops_one_and_not_the_program(talkers):
+def test_answers_stream_and_ctrl_c_stops_only_the_answer(talkers):
     with terminal(talkers, *GREEDY, "--max-tokens", "2000") as session:
         assert b"talker: " in session.until(PROMPT)
         session.type("loop\r")
-        for _ in range(3):  # it comes in pieces, and the last is far off
+        for _ in range(3):  # it arrives in pieces
             session.until("tick tock tick")
         session.type("\x03")
         stopped = session.until(PROMPT)
@@ -309,17 +309,17 @@ def test_answers_stream_and_ctrl_c_stops_one_and_not_the_program(talkers):
         assert session.end() == 0
 
 
-def test_nothing_that_a_model_says_commands_the_terminal(talkers):
+def test_control_sequences_of_an_answer_do_not_reach_the_terminal(talkers):
     with terminal(talkers, *GREEDY, NO_COLOR="") as session:
         session.until(PROMPT)
         assert session.say("evil") == "x^[[31mred^[]0;owned^G ^MY<U+009B>2J <U+202E>z"
         assert session.say("sum") == "Let me see: \x1b[2m[12+30 = 42]\x1b[0m Quite so.", "the call is dim"
-        assert session.say("half") == "ab", "half a character is left out"
+        assert session.say("half") == "ab", "an incomplete character is dropped"
         assert session.say("hi") == HI
         assert session.end("/quit\r") == 0
 
 
-def test_control_characters_are_shown_and_not_sent():
+def test_control_characters_are_escaped():
     for character in map(chr, range(0x3000)):
         obeyed = unicodedata.category(character) == "Cc" or unicodedata.bidirectional(character) in DIRECTIONS
         if obeyed and character not in "\n\t":
@@ -329,7 +329,7 @@ def test_control_characters_are_shown_and_not_sent():
             assert visible(character) == character
 
 
-def test_lines_break_between_words_while_the_text_comes():
+def test_streamed_lines_wrap_between_words():
     text = "one two three four\n  five six-seven  eight nine ten"
     for size in (1, 2, 7, 100):
         wrap = Wrap(10)
@@ -339,20 +339,20 @@ def test_lines_break_between_words_while_the_text_comes():
         assert shown.startswith("one two\nthree four\n  five\nsix-seven")
     assert Wrap(0).feed(text) == text
     wrap = Wrap(10)
-    assert wrap.feed("一" * 40)[:12] == "一" * 12, "nobody waits for a space that never comes"
-    assert Wrap(40).feed("held back") == "held", "until it is clear where the word goes"
+    assert wrap.feed("一" * 40)[:12] == "一" * 12, "a long word is released early"
+    assert Wrap(40).feed("held back") == "held", "a word is held back until it is complete"
 
 
-def test_on_a_narrow_terminal_no_word_is_broken(talkers):
+def test_a_narrow_terminal_breaks_no_word(talkers):
     with terminal(talkers, *GREEDY, "--max-tokens", "60") as session:
         session.until(PROMPT)
         fcntl.ioctl(session.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 23, 0, 0))
         session.type("loop\r")
-        came = session.until("Truncated:").decode().splitlines()  # readline may draw its prompt again
+        came = session.until("Truncated:").decode().splitlines()  # readline may redraw its prompt
         assert [line.rstrip() for line in came if "tick" in line] == ["tick tock tick tock"] * 3
 
 
-def test_help_lists_for_a_base_model_only_what_it_can_do(talkers):
+def test_help_for_a_base_model_lists_only_its_commands(talkers):
     with terminal(talkers, "--model", "writer") as session:
         session.until(PROMPT)
         listed = session.say("/help")
@@ -361,7 +361,7 @@ def test_help_lists_for_a_base_model_only_what_it_can_do(talkers):
         assert "/save [FILE]" in listed
 
 
-def test_commands_and_what_they_leave(talkers):
+def test_commands_and_the_files_they_write(talkers):
     with terminal(talkers, "--temperature", "5", "--max-tokens", "30", "--verbose") as session:
         session.until(PROMPT)
         assert "There is nothing to save yet." in session.say("/save")
@@ -372,7 +372,7 @@ def test_commands_and_what_they_leave(talkers):
         assert session.say("/temperature 0") == "temperature: 0.0"
         assert session.say("/retry") == HI
         assert session.say("/reset") == "Started a new conversation."
-        assert [session.say("hi"), session.say("/retry")] == [HI, HI], "greedy twice is the same twice"
+        assert [session.say("hi"), session.say("/retry")] == [HI, HI], "greedy sampling is deterministic"
         for mistake, words in (
             ("/temp 1", "did you mean /temperature?"),
             ("/dance", "Unknown command /dance: /help lists the commands"),
@@ -403,13 +403,13 @@ def test_commands_and_what_they_leave(talkers):
         assert session.end("\x03") == 0
     record = json.loads((talkers / "kept.jsonl").read_text("utf-8"))
     assert [message["content"] for message in record["messages"]] == ["Be kind.", "hi", HI]
-    assert render(record, byte_tokenizer()).dropped == 0, "chat data as all others"
+    assert render(record, byte_tokenizer()).dropped == 0, "valid chat data"
     kept = talkers / ".chat_history"
     assert kept.read_text().splitlines()[:4] == ["/save", "hi", "/verbose", "/temperature 0"]
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_was_typed_before_can_be_typed_again_with_an_arrow(talkers):
+def test_the_arrow_keys_recall_the_input_history(talkers):
     (talkers / ".chat_history").write_text("old\n" * 3000 + "hi\n")
     with terminal(talkers, *GREEDY) as session:
         session.until(PROMPT)
@@ -418,10 +418,10 @@ def test_what_was_typed_before_can_be_typed_again_with_an_arrow(talkers):
         assert session.end() == 0
     lines = (talkers / ".chat_history").read_text().splitlines()
     assert lines[-2:] == ["hi", "/verbose"]
-    assert len(lines) == 1001, "it does not grow for ever"
+    assert len(lines) == 1001, "its size is bounded"
 
 
-def test_a_conversation_that_outgrows_the_context_says_so_once_and_goes_on(talkers):
+def test_a_conversation_that_exceeds_the_context_says_so_once_and_continues(talkers):
     words = "its oldest part is left out"
     with terminal(talkers, *GREEDY, "--max-tokens", "5") as session:
         session.until(PROMPT)
@@ -434,7 +434,7 @@ def test_a_conversation_that_outgrows_the_context_says_so_once_and_goes_on(talke
         assert session.wait() == 128 + signal.SIGTERM
 
 
-def test_a_base_model_in_a_terminal_goes_on_with_a_text(talkers):
+def test_a_base_model_in_a_terminal_continues_a_text(talkers):
     with terminal(talkers, *GREEDY, "--model", "writer", "--max-tokens", "30") as session:
         assert b"it continues the text that you type" in session.until(PROMPT)
         first = session.say("Once").splitlines()
@@ -442,7 +442,7 @@ def test_a_base_model_in_a_terminal_goes_on_with_a_text(talkers):
         assert "the limit is 30 tokens" in first[1]
         whole = first[0] + session.say("").splitlines()[0]
         assert (STORY * 2).startswith(whole)
-        assert session.say("/retry").splitlines()[0] == whole, "greedy, it goes on in the same way"
+        assert session.say("/retry").splitlines()[0] == whole, "greedy sampling is deterministic"
         session.say("/max_tokens 200")
         assert session.say("") == (STORY * 3).removeprefix(whole)
         assert session.say("").startswith("The text has ended. Starting another one:\nOnce a")
@@ -453,7 +453,7 @@ def test_a_base_model_in_a_terminal_goes_on_with_a_text(talkers):
     assert texts == [STORY * 3] * 2
 
 
-def test_a_result_that_no_tool_gave_is_called_made_up(talkers):
+def test_an_output_without_a_tool_is_marked_as_made_up(talkers):
     with terminal(talkers, *GREEDY, "--tools", "none") as session:
         session.until(PROMPT)
         assert session.say("program") == "Running [print(6*7) = 42 (made up)] Done."

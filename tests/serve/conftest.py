@@ -1,4 +1,4 @@
-"""Servers for these tests, which are left out where the server's packages are missing."""
+"""Servers for these tests, which are skipped if the packages of the server are missing."""
 
 import http.server
 import json
@@ -36,7 +36,7 @@ def client(server: Server) -> OpenAI:
 
 @pytest.fixture
 def narrow(trained: Path) -> Iterator[Server]:
-    """One answer at a time, and one may wait."""
+    """One slot, and a queue of one."""
     with running(trained, "--slots", "1", "--queue", "1", "--drain", "20") as server:
         yield server
 
@@ -49,7 +49,7 @@ def browser():
     if chromium is None:
         pytest.skip("Chromium is not installed: apt install chromium")
     with sync_api.sync_playwright() as playwright:
-        # As root it has no sandbox of its own to offer, and it only ever sees our page.
+        # Chromium's sandbox does not work as root, and it only loads our page.
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -57,7 +57,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """Opens the page, and checks in the end that it broke no policy and asked nobody else."""
+    """Opens the page, and checks at the end that it violated no policy and requested no other origin."""
     opened, broken, asked = [], [], []
 
     def open_page(server, start=GREEDY, **options):
@@ -95,7 +95,7 @@ def page(server, visit):
 
 @pytest.fixture
 def slowly():
-    """Answers of a page that go on for as long as a test needs, which no small model's would."""
+    """Streams an answer for as long as a test needs, which no small model does."""
     stop = threading.Event()
 
     class Slow(http.server.BaseHTTPRequestHandler):
@@ -109,7 +109,7 @@ def slowly():
                     self.wfile.write(f"data: {json.dumps(word)}\n\n".encode())
                     time.sleep(0.02)
             except OSError:
-                pass  # the page has left
+                pass  # the page disconnected
 
         def log_message(self, *_):
             pass

@@ -44,7 +44,7 @@ class Server:
 
     @property
     def engines(self) -> list[int]:
-        """The processes that write, on Linux."""
+        """The engine processes, on Linux."""
         pid = self.process.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

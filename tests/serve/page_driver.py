@@ -1,4 +1,4 @@
-"""How the tests of the page talk to it."""
+"""Helpers of the tests of the page."""
 
 import json
 
@@ -34,7 +34,7 @@ def questions(page):
 
 
 def chunks(*deltas, end=True):
-    """A stream that a model of ours would not write."""
+    """A stream that our model would not generate."""
     frames = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     lines = [f"data: {json.dumps(frame)}\n\n" for frame in frames]
     if end:

@@ -1,4 +1,4 @@
-"""Clients that leave, push, dawdle or lie: nobody else notices, and no slot is lost."""
+"""Clients that disconnect, flood, stall or send garbage: no other client is affected, and no slot leaks."""
 
 import concurrent.futures
 import contextlib
@@ -20,7 +20,7 @@ LOOP = {"messages": [{"role": "user", "content": "loop"}], "temperature": 0, "st
 
 @contextlib.contextmanager
 def streaming(server, **more):
-    """An endless answer, begun."""
+    """An endless answer that has started."""
     with (
         httpx.Client(base_url=server.url, timeout=60) as http,
         http.stream("POST", CHAT, json={**LOOP, **more}) as stream,
@@ -30,20 +30,20 @@ def streaming(server, **more):
         yield said
 
 
-def test_a_client_that_leaves_frees_its_slot(narrow):
+def test_a_client_that_disconnects_frees_its_slot(narrow):
     for _ in range(3):
         with streaming(narrow) as said:
             next(said)
             assert narrow.metric("nanorun_slots_busy") == 1
         narrow.wait_until(narrow.idle)
-    with pytest.raises(httpx.ReadTimeout):  # one that waits for a whole answer may leave, too
+    with pytest.raises(httpx.ReadTimeout):  # a client that does not stream may disconnect, too
         httpx.post(narrow.url + CHAT, json={**LOOP, "stream": False}, timeout=0.2)
     narrow.wait_until(narrow.idle)
     assert narrow.metric("nanorun_disconnects_total") == 4
     assert narrow.ask().json()["choices"][0]["message"]["content"] == HI
 
 
-def test_a_full_queue_says_429_and_when_to_come_back(narrow):
+def test_a_full_queue_returns_429_with_retry_after(narrow):
     with streaming(narrow), streaming(narrow):
         narrow.wait_until(lambda: narrow.metric("nanorun_queue") == 1)
         with pytest.raises(openai.RateLimitError) as refused:
@@ -55,8 +55,8 @@ def test_a_full_queue_says_429_and_when_to_come_back(narrow):
     assert narrow.ask().status_code == 200
 
 
-def test_a_kept_connection_is_not_held_up(server):
-    """As it is where small writes wait until the one before was acknowledged: 40 ms each."""
+def test_small_writes_on_a_keep_alive_connection_are_not_delayed(server):
+    """Without TCP_NODELAY, small writes wait for the acknowledgement of the one before: 40 ms each."""
     took = []
     for _ in range(20):
         begun = time.perf_counter()
@@ -66,7 +66,7 @@ def test_a_kept_connection_is_not_held_up(server):
     assert min(took[10:]) < 0.035, took
 
 
-def test_sigterm_lets_running_answers_end_and_takes_no_more(narrow):
+def test_sigterm_finishes_running_answers_and_rejects_new_requests(narrow):
     with streaming(narrow, max_tokens=600) as said:
         narrow.process.send_signal(signal.SIGTERM)
         narrow.wait_until(lambda: narrow.http.get("/health").status_code == 503)
@@ -79,7 +79,7 @@ def test_sigterm_lets_running_answers_end_and_takes_no_more(narrow):
     assert not any("Traceback" in line for line in narrow.errors)
 
 
-def test_a_second_signal_ends_it_at_once(narrow):
+def test_a_second_signal_stops_the_server_at_once(narrow):
     with streaming(narrow), contextlib.suppress(httpx.HTTPError):
         narrow.process.send_signal(signal.SIGTERM)
         narrow.wait_until(lambda: narrow.http.get("/health").status_code == 503)
@@ -90,7 +90,7 @@ def test_a_second_signal_ends_it_at_once(narrow):
 
 @contextlib.contextmanager
 def not_reading(server):
-    """Somebody who asks for megabytes and then reads nothing."""
+    """A client that requests megabytes and then reads nothing."""
     body = json.dumps({**LOOP, "logprobs": True, "top_logprobs": 20, "n": 2}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.socket() as slow:
@@ -101,22 +101,22 @@ def not_reading(server):
         yield
 
 
-def test_a_slow_reader_holds_nobody_up(narrow):
+def test_a_slow_client_does_not_block_others(narrow):
     with not_reading(narrow):
-        narrow.wait_until(narrow.idle, 60)  # both answers are written, though nobody has read them
+        narrow.wait_until(narrow.idle, 60)  # both answers are complete, though the client has read nothing
         assert narrow.ask().status_code == 200
-        assert narrow.metric("nanorun_open_requests") == 2, "that of the slow reader, and this one"
+        assert narrow.metric("nanorun_open_requests") == 2, "that of the slow client, and this one"
     narrow.wait_until(lambda: narrow.metric("nanorun_open_requests") == 1)
 
 
-def test_a_reader_that_takes_nothing_is_given_up(trained):
+def test_a_stalled_client_is_disconnected(trained):
     with running(trained, "--stall", "0.5") as server, not_reading(server):
         server.wait_until(lambda: server.metric("nanorun_open_requests") == 1, 60)
         server.wait_until(server.idle)
         assert server.metric("nanorun_disconnects_total") == 1
 
 
-def test_an_answer_has_its_time(trained):
+def test_an_answer_times_out(trained):
     with running(trained, "--timeout", "1") as server:
         late = server.ask("loop", n=8)
         assert late.status_code == 408
@@ -126,7 +126,7 @@ def test_an_answer_has_its_time(trained):
         server.wait_until(server.idle)
 
 
-def test_bodies_of_ten_megabytes_are_refused(server):
+def test_bodies_of_ten_megabytes_are_rejected(server):
     huge = server.ask("x" * 10_000_000)
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "request_too_large")
     chunked = server.http.post(CHAT, content=(b"x" * 100_000 for _ in range(100)))
@@ -134,7 +134,7 @@ def test_bodies_of_ten_megabytes_are_refused(server):
     assert server.ask().status_code == 200
 
 
-def test_two_thousand_messages(server):
+def test_two_thousand_messages_are_truncated_or_rejected(server):
     messages = [{"role": ("user", "assistant")[at % 2], "content": f"number {at}"} for at in range(2000)]
     messages.append({"role": "user", "content": "hi"})
     asked = {"messages": messages, "temperature": 0}
@@ -164,19 +164,19 @@ def test_two_thousand_messages(server):
         b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_malformed_bodies_are_the_clients_mistake(server, body):
+def test_malformed_bodies_return_a_client_error(server, body):
     answer = server.http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert answer.status_code in (400, 404), answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_half_a_character_is_read_as_an_unknown_one(server):
+def test_a_lone_surrogate_becomes_the_replacement_character(server):
     body = b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}'
     answer = server.http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert answer.json()["usage"]["prompt_tokens"] == len("\ufffd".encode()) + 4
 
 
-def test_paths_and_methods_that_are_not_there(server):
+def test_unknown_paths_and_methods_return_404_and_405(server):
     for method, path, status in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "/health", 405)):
         answer = server.http.request(method, path)
         assert answer.status_code == status
@@ -185,7 +185,7 @@ def test_paths_and_methods_that_are_not_there(server):
         assert server.http.get(path).status_code == 404
 
 
-def test_a_key_is_asked_for(trained):
+def test_an_api_key_is_required(trained):
     with running(trained, NANORUN_API_KEY="sesame") as server:
         assert server.client(api_key="sesame").models.list().data[0].id == "talker"
         for wrong in ("Bearer", "sesame", "Basic sesame", "Bearer sesam", "Bearer sesame2", "Bearer sésame"):
@@ -199,20 +199,20 @@ def test_a_key_is_asked_for(trained):
         assert server.http.get("/health").status_code == 200
 
 
-def test_a_local_server_answers_to_local_names_and_no_other_page(server):
+def test_a_local_server_accepts_local_hosts_and_no_other_origin(server):
     assert server.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
     assert server.http.get("/v1/models", headers={"host": f"localhost:{server.port}"}).status_code == 200
     answer = server.http.get("/v1/models", headers={"origin": "http://evil.example"})
     assert "access-control-allow-origin" not in answer.headers
     assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
     assert answer.headers["x-content-type-options"] == "nosniff"
-    # a page elsewhere can send this without asking; it is not taken for JSON
+    # a page of another origin can send this without a preflight; it is not parsed as JSON
     asked = json.dumps({"messages": LOOP["messages"]})
     plain = server.http.post(CHAT, content=asked, headers={"content-type": "text/plain"})
     assert plain.status_code == 400
 
 
-def test_pages_of_a_named_origin_may_call(trained):
+def test_an_allowed_origin_may_call_the_api(trained):
     with running(trained, "--cors", "http://localhost:3000") as server:
         for origin, allowed in (("http://localhost:3000", True), ("http://evil.example", False)):
             asked = {"origin": origin, "access-control-request-method": "POST"}
@@ -220,7 +220,7 @@ def test_pages_of_a_named_origin_may_call(trained):
             assert ("access-control-allow-origin" in answer.headers) == allowed
 
 
-def test_many_at_once_with_a_third_leaving(server):
+def test_many_clients_of_which_a_third_disconnects(server):
     def one(number):
         try:
             with streaming(server, max_tokens=120) as said:
@@ -235,7 +235,7 @@ def test_many_at_once_with_a_third_leaving(server):
     assert server.http.get("/health").status_code == 200
 
 
-def test_missing_packages_are_told_in_a_sentence():
+def test_missing_packages_are_reported_in_one_sentence():
     program = "import sys; sys.modules['uvicorn'] = None; from nanorun.cli import main; main(['serve'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
@@ -244,7 +244,7 @@ def test_missing_packages_are_told_in_a_sentence():
     ]
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(server):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(server):
     begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "nanorun", "serve", "--port", str(server.port)],

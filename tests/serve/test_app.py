@@ -1,4 +1,4 @@
-"""What the process tests cannot see: the page's files, several engines, the schema under random requests."""
+"""What the process tests do not cover: the files of the page, several engines, random requests from the schema."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def visit(app, *requests):
     return asyncio.run(all_of_them())
 
 
-def test_the_page_is_what_lies_in_its_folder_and_may_do_nothing_else(model, tmp_path):
+def test_only_the_files_of_the_page_are_served_with_a_strict_policy(model, tmp_path):
     (tmp_path / "index.html").write_text("<!doctype html><script src=app.js></script>")
     (tmp_path / "app.js").write_text("1")
     (tmp_path / ".secret").write_text("no")
@@ -70,7 +70,7 @@ def test_requests_go_to_the_engine_with_the_least_load(model):
 
 
 @pytest.mark.parametrize("stops", [(), ("e:",), ("12+",), ("so",), ("42",), ("<|python_start|>",)])
-def test_a_stream_and_a_whole_reply_say_the_same(trained, monkeypatch, stops):
+def test_streamed_events_add_up_to_the_event_of_a_request_without_streaming(trained, monkeypatch, stops):
     monkeypatch.setenv("NANORUN_HOME", str(trained))
     prompt = render_prompt([{"role": "user", "content": "sum"}], byte_tokenizer())
     with ServedModel() as model:
@@ -103,7 +103,7 @@ def test_a_histogram_counts_up_to_each_bound():
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_random_requests_get_what_the_schema_says(server, mode):
+def test_random_requests_conform_to_the_schema(server, mode):
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis.checks import not_a_server_error
@@ -122,10 +122,10 @@ def test_random_requests_get_what_the_schema_says(server, mode):
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     for operation in (result.ok() for result in schema.get_all_operations()):
         if mode == "negative" and operation.method != "post":
-            continue  # nothing can be wrong in it
+            continue  # it has no invalid input
 
         def check(case):
-            if isinstance(case.body, dict) and mode == "positive":  # short answers will do
+            if isinstance(case.body, dict) and mode == "positive":  # short answers suffice
                 case.body["max_tokens"] = 4
                 case.body.pop("max_completion_tokens", None)
             case.call_and_validate(checks=wanted, timeout=60)

@@ -1,4 +1,4 @@
-"""The engine's process: it says what an engine says, dies with the server, and its own death is told."""
+"""The engine process: it emits the events of an engine, exits with the server, and its death is reported."""
 
 import asyncio
 import concurrent.futures
@@ -34,7 +34,7 @@ def prompt(question):
 
 
 def gone(pid):
-    """Dead, though perhaps nobody has asked for its exit code yet."""
+    """Whether the process is dead, or a zombie whose exit code was not collected yet."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] == "Z"
@@ -66,7 +66,7 @@ def remote(trained, monkeypatch):
         yield model
 
 
-def test_an_engine_elsewhere_says_what_one_here_says(remote):
+def test_a_remote_engine_emits_the_events_of_a_local_one(remote):
     common = {"sampling": Sampling(temperature=0), "stop_ids": remote.stop_ids}
     ask = [
         {"prompt": prompt("sum"), "logprobs": 3, "tool": True},  # calls the calculator
@@ -84,7 +84,7 @@ def test_an_engine_elsewhere_says_what_one_here_says(remote):
         return [await all_events(remote.engines[0], request) for request in requests(remote)]
 
     def plain(said):
-        """Sample by sample, without what a clock has measured or decided: an event holds one token or several."""
+        """By sample, without timings: an event holds one token or several, depending on the clock."""
         told = []
         for sample in sorted({event.sample for event in said}):
             events = [event for event in said if event.sample == sample]
@@ -106,7 +106,7 @@ def test_an_engine_elsewhere_says_what_one_here_says(remote):
             model.stop_ids,
             model.tool_name,
         )
-    assert any(here[0][-1].reply.forced), "the tool has spoken"
+    assert any(here[0][-1].reply.forced), "the tool was called"
     assert [plain(said) for said in elsewhere] == [plain(said) for said in here]
     assert known == (
         remote.name,
@@ -150,7 +150,7 @@ def test_the_server_itself_loads_no_weights(server):
 
 
 @linux
-def test_an_engine_that_is_killed_is_told(trained):
+def test_a_killed_engine_is_reported(trained):
     with running(trained) as server, concurrent.futures.ThreadPoolExecutor() as pool:
         (engine,) = server.engines
         whole = pool.submit(httpx.post, server.url + CHAT, json=LOOP, timeout=60)
@@ -174,14 +174,14 @@ def test_an_engine_that_is_killed_is_told(trained):
 def test_no_engine_outlives_a_server_that_is_killed(trained, stuck):
     with running(trained) as server:
         (engine,) = server.engines
-        if stuck:  # it can read no end of its socket
+        if stuck:  # it cannot read the end of its socket
             os.kill(engine, signal.SIGSTOP)
         server.process.kill()
         wait_until(lambda: gone(engine))
 
 
 @linux
-def test_signals_are_the_servers_business(trained):
+def test_engines_ignore_signals(trained):
     with running(trained) as server:
         (engine,) = server.engines
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -193,7 +193,7 @@ def test_signals_are_the_servers_business(trained):
 
 
 @linux
-def test_an_interrupted_start_ends_at_once_and_leaves_nothing(trained):
+def test_an_interrupted_start_exits_at_once_with_its_engine(trained):
     with subprocess.Popen(
         [sys.executable, "-m", "nanorun", "serve", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -215,7 +215,7 @@ def test_an_interrupted_start_ends_at_once_and_leaves_nothing(trained):
             server.kill()
 
 
-def test_requests_go_to_the_engines_that_are_left(remote):
+def test_requests_go_to_the_engines_that_still_run(remote):
     wanted = {"model": remote.name, "slots": 2}
     remote.engines.append(RemoteEngine(wanted))
     remote.engines[1].wait_until_ready()
@@ -248,7 +248,7 @@ def serve(home, *args):
     )
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(trained, tmp_path):
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_sentence(trained, tmp_path):
     for home, args, named in ((trained, ("--model", "nobody"), "nobody"), (tmp_path, (), "no trained model")):
         done = serve(home, *args)
         assert done.returncode == 2
@@ -258,7 +258,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(trained, tmp_path):
         assert named in sentence
 
 
-def test_an_engine_that_dies_while_it_loads_is_told_in_a_sentence():
+def test_an_engine_that_dies_while_loading_is_reported_in_one_sentence():
     engine = RemoteEngine({"slots": 1})
     with contextlib.closing(engine):
         engine.process.kill()

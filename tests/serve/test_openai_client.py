@@ -1,4 +1,4 @@
-"""The official client, unchanged: what it asks for is what it gets, and every error is the one that it knows."""
+"""The official client: it gets what it requests, and every error is the exception that it expects."""
 
 import openai
 import pytest
@@ -22,7 +22,7 @@ def said(stream):
     return texts, finishes
 
 
-def test_an_answer_whole(client):
+def test_an_answer_without_streaming(client):
     reply = client.chat.completions.create(messages=user("hi"), **GREEDY)
     assert reply.choices[0].message.content == HI
     assert reply.choices[0].finish_reason == "stop"
@@ -32,7 +32,7 @@ def test_an_answer_whole(client):
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_an_answer_as_a_stream_with_its_usage_last(client):
+def test_a_streamed_answer_ends_with_its_usage(client):
     asked = {"messages": user("hi"), "stream": True, "stream_options": {"include_usage": True}, **GREEDY}
     chunks = list(client.chat.completions.create(**asked))
     texts, finishes = said(chunks)
@@ -44,7 +44,7 @@ def test_an_answer_as_a_stream_with_its_usage_last(client):
     assert chunks[-1].usage.completion_tokens == len(HI.encode()) + 1
 
 
-def test_a_tool_call_is_told_beside_the_text_and_may_be_sent_back(client):
+def test_a_tool_call_is_a_separate_field_and_can_be_sent_back(client):
     message = client.chat.completions.create(messages=user("sum"), **GREEDY).choices[0].message
     assert message.content == "Let me see:  Quite so."
     assert [(part["type"], part["text"]) for part in message.nanorun_parts] == SUM_PARTS
@@ -55,7 +55,7 @@ def test_a_tool_call_is_told_beside_the_text_and_may_be_sent_back(client):
     assert reply.usage.prompt_tokens > len(calls) - 40, "the call is part of the prompt"
 
 
-def test_a_tool_call_in_a_stream_comes_in_order(client):
+def test_a_streamed_tool_call_comes_in_order(client):
     pieces = []
     for chunk in client.chat.completions.create(messages=user("sum"), stream=True, **GREEDY):
         for choice in chunk.choices:
@@ -72,14 +72,14 @@ def test_a_tool_call_in_a_stream_comes_in_order(client):
 
 
 @pytest.mark.parametrize(("stop", "rest"), [("東", "Grüße aus "), (["us ", "x"], "Grüße a"), ("zz", HI)])
-def test_stop_strings_end_it_and_are_not_shown(client, stop, rest):
+def test_stop_strings_end_an_answer_and_are_not_included(client, stop, rest):
     reply = client.chat.completions.create(messages=user("hi"), stop=stop, **GREEDY)
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (rest, "stop")
     texts, _ = said(client.chat.completions.create(messages=user("hi"), stop=stop, stream=True, **GREEDY))
     assert texts == {0: rest}
 
 
-def test_a_seed_gives_the_same_answers_again_and_n_gives_several(client):
+def test_a_seed_reproduces_answers_and_n_gives_several(client):
     asked = {"model": "talker", "messages": user("hi"), "temperature": 2.0, "top_p": 1.0, "max_tokens": 12}
     asked["extra_body"] = {"top_k": 0}
 
@@ -97,7 +97,7 @@ def test_a_seed_gives_the_same_answers_again_and_n_gives_several(client):
 
 
 @pytest.mark.parametrize(("stop", "rest"), [("東", "Grüße aus "), (["us ", "x"], "Grüße a"), ("zz", HI)])
-def test_logprobs_leave_out_a_stop_string(client, stop, rest):
+def test_logprobs_exclude_a_stop_string(client, stop, rest):
     asked = {"messages": user("hi"), "logprobs": True, "stop": stop, **GREEDY}
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     streamed = [
@@ -110,7 +110,7 @@ def test_logprobs_leave_out_a_stop_string(client, stop, rest):
     assert streamed == whole
 
 
-def test_offsets_of_a_streamed_text_are_those_of_a_whole_one(client):
+def test_text_offsets_of_a_stream_equal_those_without_streaming(client):
     asked = {"model": "talker", "prompt": "loop", "max_tokens": 30, "temperature": 0, "logprobs": 1}
     for stop in (None, ["zz", "q"]):
         whole = client.completions.create(**asked, stop=stop).choices[0]
@@ -125,7 +125,9 @@ def test_logprobs_of_a_chat_cover_its_text(client):
     content = client.chat.completions.create(**asked).choices[0].logprobs.content
     assert bytes(b for token in content for b in token.bytes).decode() == HI
     assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in content)
-    assert all(token.top_logprobs[0].token == token.token for token in content), "greedy takes the likeliest"
+    assert all(token.top_logprobs[0].token == token.token for token in content), (
+        "greedy takes the most likely"
+    )
     streamed = [
         token
         for chunk in client.chat.completions.create(stream=True, **asked)
@@ -135,7 +137,7 @@ def test_logprobs_of_a_chat_cover_its_text(client):
     assert [token.token for token in streamed] == [token.token for token in content]
 
 
-def test_system_and_neighbouring_messages_are_taken(client):
+def test_system_messages_and_neighbours_of_one_role_are_accepted(client):
     messages = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -154,7 +156,7 @@ def test_text_never_becomes_a_special_token(client):
     assert reply.usage.prompt_tokens == len(evil) + 1
 
 
-def test_a_base_model_goes_on_with_texts_and_does_not_chat(trained):
+def test_a_base_model_continues_texts_and_does_not_chat(trained):
     with running(trained, "--model", "writer") as server:
         client = server.client()
         asked = {"model": "writer", "temperature": 0, "max_tokens": 20}
@@ -219,7 +221,7 @@ def test_models(client):
         ({"extra_body": {"temprature": 1}}, "temprature", None),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(client, changes, param, code):
+def test_unsupported_parameters_are_rejected_by_name(client, changes, param, code):
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{"messages": user("hi"), **GREEDY, **changes})
     error = refused.value
@@ -227,7 +229,7 @@ def test_what_cannot_be_done_is_refused_by_name(client, changes, param, code):
     assert ("at most 16" in error.message) == (len(changes.get("stop", "")) > 16 or "n" in changes)
 
 
-def test_what_is_harmless_is_taken(client):
+def test_harmless_parameters_are_accepted(client):
     more = {
         "user": "me",
         "store": False,

@@ -1,4 +1,4 @@
-"""The page where things go wrong, by keyboard, on a phone, and with other models and servers."""
+"""The page with errors, by keyboard, on a phone, and with other models and servers."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from talkers import HI, STORY
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
-# -- trouble -----------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------
 
 
 TROUBLE = [
@@ -34,7 +34,7 @@ def _respond(answer, route):
         route.fulfill(**answer)
 
 
-def test_trouble_is_one_sentence_and_a_retry_and_nothing_typed_is_lost(page):
+def test_an_error_is_one_sentence_with_a_retry_and_no_input_is_lost(page):
     for answer, sentence in TROUBLE:
         respond = functools.partial(_respond, answer)
         page.route(f"**{CHAT}", respond)
@@ -52,7 +52,7 @@ def test_trouble_is_one_sentence_and_a_retry_and_nothing_typed_is_lost(page):
     expect(page.locator(".trouble")).to_have_count(0)
 
 
-def test_a_full_server_is_told_and_the_retry_gets_through(narrow, visit):
+def test_a_full_server_is_reported_and_the_retry_succeeds(narrow, visit):
     page = visit(narrow)
     loop = {"messages": [{"role": "user", "content": "loop"}], "temperature": 0, "stream": True}
     with httpx.Client(base_url=narrow.url, timeout=60) as http:
@@ -70,7 +70,7 @@ def conversation(name, **changes):
     return {"id": name, "title": "", "updated": 1, "messages": messages, **changes}
 
 
-def test_damaged_storage_costs_only_what_is_damaged(server, visit):
+def test_damaged_storage_loses_only_the_damaged_entries(server, visit):
     kept = {
         "nanorun:settings": '{"theme": 7, "temperature": "hot", "top_p": 5',
         "nanorun:chat:good": json.dumps(conversation("good")),
@@ -103,7 +103,7 @@ def test_damaged_storage_costs_only_what_is_damaged(server, visit):
         ),
     ],
 )
-def test_without_room_or_right_to_keep_anything_one_can_still_talk(server, visit, start, sentence):
+def test_the_page_works_with_full_or_forbidden_storage(server, visit, start, sentence):
     page = visit(server, start)
     script(page, {"content": "yes"})
     ask(page, "hi")
@@ -111,10 +111,10 @@ def test_without_room_or_right_to_keep_anything_one_can_still_talk(server, visit
     expect(page.locator("#notice")).to_contain_text(sentence)
 
 
-# -- hands and eyes ----------------------------------------------------------------------------------------
+# -- accessibility -----------------------------------------------------------------------------------------
 
 
-def test_a_conversation_that_outgrows_the_context_says_what_was_left_out(page):
+def test_a_conversation_that_exceeds_the_context_shows_what_was_left_out(page):
     ask(page, "Once upon a time. " * 30)
     expect(page.get_by_text("left out", exact=False)).to_have_count(0)
     for _ in range(4):
@@ -122,8 +122,8 @@ def test_a_conversation_that_outgrows_the_context_says_what_was_left_out(page):
     expect(page.locator("article.answer").last).to_contain_text("messages are left out")
 
 
-def test_everything_can_be_done_by_keyboard_alone(page):
-    page.keyboard.type("loop")  # the message has the focus from the start
+def test_every_action_works_by_keyboard(page):
+    page.keyboard.type("loop")  # the message has the focus at the start
     page.keyboard.press("Shift+Enter")
     page.keyboard.press("Backspace")
     page.keyboard.press("Enter")
@@ -153,7 +153,7 @@ def test_everything_can_be_done_by_keyboard_alone(page):
     expect(page.locator("#drawer")).to_be_hidden()
 
 
-def test_every_stop_of_the_tab_key_has_a_name_and_a_ring(page):
+def test_every_focusable_element_has_a_name_and_a_focus_ring(page):
     ask(page, "sum")
     described = """() => {
       const node = document.activeElement, style = getComputedStyle(node);
@@ -172,7 +172,7 @@ def test_every_stop_of_the_tab_key_has_a_name_and_a_ring(page):
     assert [stop for stop in stops if stop[0] != "BODY" and not (stop[1] and stop[2])] == []
 
 
-def test_a_screen_reader_is_told_the_answer_once_and_not_letter_by_letter(page):
+def test_a_screen_reader_announces_the_answer_once(page):
     ask(page, "hi")
     expect(page.locator("#announce")).to_have_text(f"The answer is complete. {HI}")
     expect(page.get_by_role("log")).to_have_attribute("aria-live", "off")
@@ -201,17 +201,17 @@ def test_a_phone_has_a_drawer_and_never_scrolls_sideways(server, visit):
       const typed = document.querySelectorAll('textarea, input:not([type=radio], [type=checkbox], [type=range])');
       return [...typed].map(node => parseFloat(getComputedStyle(node).fontSize));
     }"""
-    assert min(page.evaluate(sizes)) >= 16, "below that a phone zooms in on its own"
+    assert min(page.evaluate(sizes)) >= 16, "with a smaller font a phone zooms in"
 
 
-def test_a_reader_who_scrolls_up_is_not_pulled_down_again(server, visit, slowly):
+def test_scrolling_up_stops_following_the_answer(server, visit, slowly):
     page = visit(server, viewport={"width": 900, "height": 360})
     slowly(page, "a line\n\n")
     ask(page, "long", wait=False)
     scroll = page.locator("#scroll").element_handle()
     page.wait_for_function("scroll => scroll.scrollTop > 60", arg=scroll)
     page.mouse.move(500, 150)
-    page.mouse.wheel(0, -20)  # a nudge will do
+    page.mouse.wheel(0, -20)  # a small movement suffices
     behind = "scroll => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight > 100"
     page.wait_for_function(behind, arg=scroll)
     page.keyboard.press("PageUp")
@@ -231,7 +231,7 @@ def test_a_reader_who_scrolls_up_is_not_pulled_down_again(server, visit, slowly)
 # -- other models ------------------------------------------------------------------------------------------
 
 
-def test_a_base_model_goes_on_with_a_text_and_says_so(trained, visit):
+def test_a_base_model_continues_a_text_and_is_labelled(trained, visit):
     with running(trained, "--model", "writer") as server:
         page = visit(server)
         expect(page.locator("#fine")).to_have_text(
@@ -251,7 +251,7 @@ def test_a_base_model_goes_on_with_a_text_and_says_so(trained, visit):
         assert STORY.startswith(STORY[:7] + whole)
 
 
-def test_the_first_suggestions_are_about_things_the_sample_world_has(page):
+def test_suggestions_mention_entities_of_the_sample_world(page):
     from nanorun.data.sample.world import world
     from nanorun.serve.app import SUGGESTIONS
 
@@ -267,7 +267,9 @@ def test_the_first_suggestions_are_about_things_the_sample_world_has(page):
     done(page)
 
 
-def test_a_key_is_asked_for_kept_with_the_tab_and_a_server_that_is_gone_is_told(trained, visit):
+def test_the_api_key_is_requested_and_stored_with_the_tab_and_an_unreachable_server_is_reported(
+    trained, visit
+):
     with running(trained, NANORUN_API_KEY="sesame") as server:
         page = visit(server)
         expect(page.locator("#notice")).to_have_text(
