@@ -1,22 +1,22 @@
-"""Checkpoints: everything a run needs to go on, on disk whole or not at all.
+"""The checkpoint format: everything a run needs to resume, written atomically.
 
-    checkpoints/000060/          named by the updates done
-        model.safetensors        the weights, readable by anything that reads safetensors
+    checkpoints/000060/          named by the number of optimizer steps
+        model.safetensors        the weights, in the standard format
         optimizer.safetensors    the optimizer's tensors
         state.json               {"format": "nanorun-checkpoint", "version": 1, "step": 60, "state": {...}}:
-                                 loader position, random numbers, counters, whatever the caller gives
+                                 loader position, RNG state, counters, whatever the caller passes
         checksums.json           {"files": {NAME: {"bytes": N, "sha256": HEX}}} of the three above
 
-There is no pickle anywhere, so loading a checkpoint runs no code, and no date, so equal runs write equal
-bytes. A checkpoint is written in a hidden folder beside, synced to disk, and renamed as the last act; it
-is removed by the same steps backwards. Whatever has a real name is therefore complete, and what a killed
-writer leaves is hidden and swept away by `load_newest`. Disks still lose bits, so loading verifies every
-byte; a damaged checkpoint is set aside as `damaged-000060` and the one before it is used.
+There is no pickle, so loading a checkpoint runs no code, and no timestamp, so equal runs write equal bytes. A
+checkpoint is written to a hidden folder, synced to disk, and renamed last; removal does the same in reverse. A
+folder with a real name is therefore complete, and what a killed writer leaves is hidden and removed by
+`load_newest`. Disks still lose bits, so loading verifies every byte; a damaged checkpoint is renamed to
+`damaged-000060`, and the previous one is used.
 
-`save`, `prune` and `load_newest` (with its `repair`) are for the one process that holds the run's lock.
-Others, such as a chat with a model in training, read with `load_newest(..., repair=False)`.
+`save`, `prune` and `load_newest` (with `repair`) are for the one process that holds the run's lock. Others, such as
+a chat with a model in training, read with `load_newest(..., repair=False)`.
 
-Not covered: a disk that lies about fsync, and damage to memory before the bytes are written.
+Not covered: a disk that ignores fsync, and memory corruption before the bytes are written.
 """
 
 import errno
@@ -47,7 +47,7 @@ MODEL, OPTIMIZER, STATE, CHECKSUMS = (
 )
 FILES = (MODEL, OPTIMIZER, STATE)
 _CHUNK = 16 << 20
-_SLACK = 1 << 20  # headers, checksums and the file system's own blocks
+_OVERHEAD = 1 << 20  # headers, checksums and file system blocks
 
 _DTYPES = {
     torch.float64: "F64",
@@ -69,11 +69,11 @@ _DTYPES = {
 
 
 class NonFinite(Exception):
-    """The weights hold NaN or infinities: saving them would replace something good by something dead."""
+    """A tensor holds NaN or infinities: saving it would replace a good checkpoint with a useless one."""
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be trusted, with the reason."""
+    """A checkpoint that fails verification, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def save(
     optimizer: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> Path:
-    """Writes the checkpoint of `step` and returns its folder. One of the same step is replaced.
+    """Writes the checkpoint of `step` and returns its folder. It replaces one of the same step.
 
-    Tensors go to the CPU one at a time, so a model on a GPU needs no second copy in memory. Tensors that
-    share memory (tied weights) are written once under each of their names.
+    Tensors are copied to the CPU one at a time, so a model on a GPU needs no second copy in host memory. Tied
+    weights are written once under each of their names.
     """
     if step < 0:
         raise ValueError(f"a checkpoint needs a step of 0 or more, not {step}")
@@ -105,11 +105,11 @@ def save(
     record = {"format": "nanorun-checkpoint", "version": 1, "step": step, "state": dict(state)}
     text = (json.dumps(record) + "\n").encode()
     final = folder / _name(step)
-    with _explained(final):
+    with _disk_errors(final):
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder, final.name)
-        _check_room(folder, final.name, _bytes(model) + _bytes(optimizer) + len(text) + _SLACK)
-        with home.new_folder(final, replace=True) as work, _explained(final):
+        _check_disk_space(folder, final.name, _bytes(model) + _bytes(optimizer) + len(text) + _OVERHEAD)
+        with home.new_folder(final, replace=True) as work, _disk_errors(final):
             sums = {
                 MODEL: _write(work / MODEL, _safetensors(model)),
                 OPTIMIZER: _write(work / OPTIMIZER, _safetensors(optimizer)),
@@ -121,7 +121,7 @@ def save(
 
 
 def load(path: Path) -> Checkpoint:
-    """One checkpoint, every byte verified; raises Damaged with the reason if anything is wrong with it."""
+    """Loads one checkpoint and verifies every byte; raises Damaged with the reason if verification fails."""
     _verify(path)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -130,8 +130,8 @@ def load(path: Path) -> Checkpoint:
         record = json.loads((path / STATE).read_bytes())
         if record["format"] != "nanorun-checkpoint" or record["version"] != 1:
             raise UserError(
-                f"{path} has format {record['format']} {record['version']}, which this nanorun cannot read: "
-                "use the nanorun that wrote it."
+                f"{path} has format {record['format']} {record['version']}, which this version cannot read: "
+                "use the nanorun version that wrote it."
             )
         step, state = record["step"], record["state"]
         model, optimizer = load_file(path / MODEL), load_file(path / OPTIMIZER)
@@ -143,7 +143,7 @@ def load(path: Path) -> Checkpoint:
 def load_newest(
     folder: Path, say: Callable[[str], None] = console.say, *, repair: bool = True
 ) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None if there never was one."""
+    """The newest intact checkpoint, or None if there are no checkpoints at all."""
     if not folder.is_dir():
         return None
     if repair:
@@ -156,7 +156,7 @@ def load_newest(
             found = load(path)
             break
         except Damaged as damage:
-            if path.is_dir():  # else it was pruned under our eyes
+            if path.is_dir():  # else another process has just pruned it
                 damaged[path.name] = str(damage)
     if found is None:
         reasons = [f"{name}: {reason}" for name, reason in damaged.items()]
@@ -164,13 +164,13 @@ def load_newest(
         if not reasons:
             return None
         raise UserError(
-            f"Every checkpoint in {folder} is damaged ({'; '.join(reasons)}): put one back from a copy, or "
-            "begin anew with --fresh."
+            f"Every checkpoint in {folder} is damaged ({'; '.join(reasons)}): restore one from a backup, or "
+            "start over with --fresh."
         )
     for name, reason in damaged.items():
-        say(f"{folder.name}/{name} is damaged ({reason}): going on from {found.path.name}")
+        say(f"{folder.name}/{name} is damaged ({reason}): continuing from {found.path.name}")
         if repair:
-            _set_aside(folder / name)
+            _rename_damaged(folder / name)
     return found
 
 
@@ -183,30 +183,30 @@ def steps(folder: Path) -> list[int]:
 
 
 def prune(folder: Path, keep: int, milestones_every: int | None = None) -> list[int]:
-    """Removes all but the newest `keep` and the multiples of `milestones_every`; says which went.
+    """Removes all but the newest `keep` and the multiples of `milestones_every`; returns the removed steps.
 
-    The newest one whose files are there in full length stays in any case (contents are not read here:
-    every save would cost a read of the whole disk).
+    The newest one whose files have their full length always stays. (Checksums are not verified here: every save
+    would read all checkpoints.)
     """
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
     found = steps(folder)
-    wanted = set(found[-keep:])
+    kept = set(found[-keep:])
     if milestones_every:
-        wanted |= {step for step in found if step % milestones_every == 0}
-    wanted |= set([step for step in found if _looks_whole(folder / _name(step))][-1:])
-    gone = [step for step in found if step not in wanted]
-    for step in gone:
+        kept |= {step for step in found if step % milestones_every == 0}
+    kept |= set([step for step in found if _has_full_length(folder / _name(step))][-1:])
+    removed = [step for step in found if step not in kept]
+    for step in removed:
         hidden = folder / f".{_name(step)}.removed-{platform.node()}-{os.getpid()}"
         (folder / _name(step)).rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-    return gone
+    return removed
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Where Python's, NumPy's and torch's global random numbers stand in this process, as tensors.
+    """The state of Python's, NumPy's and torch's global RNGs in this process, as tensors.
 
-    Of CUDA only the current device, which is a rank's own. Every rank has a state of its own.
+    For CUDA only the current device, since each rank has its own. Every rank has its own state.
     """
     version, numbers, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -250,54 +250,53 @@ def _check_tensors(what: str, tensors: Mapping[str, Tensor]) -> None:
             raise TypeError(f"{name} of {what} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}")
         if tensor.is_floating_point() and tensor.numel():
             wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
-            low, high = torch.aminmax(wide)  # one pass, no copy; NaN wins in both
+            low, high = torch.aminmax(wide)  # one pass, no copy; NaN propagates to both
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise NonFinite(f"{name} of {what} holds NaN or infinite values: this state is not saved.")
+                raise NonFinite(f"{name} of {what} holds NaN or infinite values: not saved.")
 
 
 def _check_json(value: Any, path: str) -> None:
-    """What JSON would silently turn into something else must not come back changed from a checkpoint."""
+    """Refuses values that JSON would silently convert: they would come back changed."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{path} has the key {key!r}: JSON would make it a string")
+                raise TypeError(f"{path} has the key {key!r}, which JSON would convert to a string")
             _check_json(item, f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _check_json(item, f"{path}[{index}]")
     elif value is not None and not isinstance(value, str | int | float):
-        raise TypeError(f"{path} is a {type(value).__name__}, which JSON cannot hold")
+        raise TypeError(f"{path} is a {type(value).__name__}, which JSON cannot represent")
 
 
-def _check_room(folder: Path, name: str, needed: int) -> None:
+def _check_disk_space(folder: Path, name: str, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"The checkpoint {name} needs {console.size(needed)} and {folder} has {console.size(free)} free: "
-            "free some space there; nothing was written, and earlier checkpoints "
-            "are untouched."
+            f"The checkpoint {name} needs {console.size(needed)}, but {folder} has {console.size(free)} free: "
+            "free some space there. Nothing was written; earlier checkpoints are intact."
         )
 
 
 @contextmanager
-def _explained(final: Path) -> Iterator[None]:
-    """What the disk refuses, as one sentence for the person."""
+def _disk_errors(final: Path) -> Iterator[None]:
+    """Converts an OSError to a UserError with a remedy."""
     try:
         yield
     except OSError as error:
-        advice = "check that disk and your rights on it"
+        advice = "check the disk and its permissions"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "free some space on that disk or have your quota raised"
+            advice = "free some space on that disk or raise your quota"
         elif error.errno == errno.EFBIG:
             advice = "allow larger files there (ulimit -f)"
         raise UserError(
-            f"The checkpoint {final} could not be written ({error.strerror}): {advice}; nothing of it was "
-            "kept, and earlier checkpoints are untouched."
+            f"The checkpoint {final} could not be written ({error.strerror}): {advice}. No part of it was "
+            "kept; earlier checkpoints are intact."
         ) from error
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """The bytes of a safetensors file, one tensor in memory at a time (the library wants all at once)."""
+    """The bytes of a safetensors file, with one tensor in memory at a time (the library needs all at once)."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -368,12 +367,12 @@ def _verify(path: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EIO, errno.ENOENT):
             raise Damaged(f"it cannot be read: {error.strerror}") from error
-        raise UserError(  # no rights, no memory, too many open files: the checkpoint may well be good
-            f"{path} cannot be read ({error.strerror}): remove the cause and start the same command again."
+        raise UserError(  # permissions, memory, too many open files: the checkpoint may be intact
+            f"{path} cannot be read ({error.strerror}): resolve this and run the same command again."
         ) from error
 
 
-def _looks_whole(path: Path) -> bool:
+def _has_full_length(path: Path) -> bool:
     try:
         _check_sizes(path)
     except (Damaged, OSError):
@@ -381,8 +380,8 @@ def _looks_whole(path: Path) -> bool:
     return True
 
 
-def _set_aside(path: Path) -> None:
-    """Out of the way, but kept: parts of it may be worth saving by hand."""
+def _rename_damaged(path: Path) -> None:
+    """Keeps the damaged folder under another name: parts of it may be recoverable by hand."""
     aside, number = path.with_name(f"damaged-{path.name}"), 2
     while aside.exists():
         aside, number = path.with_name(f"damaged-{path.name}-{number}"), number + 1
@@ -390,10 +389,10 @@ def _set_aside(path: Path) -> None:
 
 
 def _sweep(folder: Path, name: str = "") -> None:
-    """Clears up after killed writers (of one checkpoint): only the holder of the run may do that."""
-    for left in folder.glob(f".{name}.*" if name else ".*"):
-        real = folder / left.name[1:].partition(".")[0]
-        if left.name.startswith(f".{real.name}.old-") and not real.exists():
-            left.rename(real)  # killed between the two renames of a replacement
+    """Removes what killed writers left (of one checkpoint). Only the process that holds the run's lock may do this."""
+    for hidden in folder.glob(f".{name}.*" if name else ".*"):
+        real = folder / hidden.name[1:].partition(".")[0]
+        if hidden.name.startswith(f".{real.name}.old-") and not real.exists():
+            hidden.rename(real)  # killed between the two renames of a replacement
         else:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(hidden, ignore_errors=True)

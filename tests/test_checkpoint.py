@@ -211,23 +211,23 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path, 
     harm(folder / "000060" / name)
     with pytest.raises(Damaged):
         load(folder / "000060")
-    said: list[str] = []
-    found = load_newest(folder, said.append, repair=False)
+    messages: list[str] = []
+    found = load_newest(folder, messages.append, repair=False)
     assert found is not None
     assert sorted(os.listdir(folder)) == ["000020", "000040", "000060"], "a reader changes nothing"
-    found = load_newest(folder, said.append)
+    found = load_newest(folder, messages.append)
     assert found is not None
     assert found.step == 40
-    assert said[0] == said[1]
-    assert said[0].startswith("checkpoints/000060 is damaged (")
-    assert said[0].endswith("): going on from 000040")
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("checkpoints/000060 is damaged (")
+    assert messages[0].endswith("): continuing from 000040")
     if name != checkpoint.CHECKSUMS or harm is Path.unlink:
-        assert f"({name} " in said[0]
-        assert reason in said[0]
+        assert f"({name} " in messages[0]
+        assert reason in messages[0]
     assert sorted(os.listdir(folder)) == ["000020", "000040", "damaged-000060"]
     save_steps(folder, 60)
     harm(folder / "000060" / name)
-    load_newest(folder, said.append)
+    load_newest(folder, messages.append)
     assert (folder / "damaged-000060-2").is_dir(), "an earlier damaged one is not overwritten"
 
 
@@ -356,7 +356,7 @@ def test_a_disk_without_room_is_noticed_before_writing(small_disk):
     save_steps(folder, 20)
     before = contents(folder)
     large = {"w": torch.ones(600_000)}
-    with pytest.raises(UserError, match=r"000040 needs 3.45 MB and .* has .* free"):
+    with pytest.raises(UserError, match=r"000040 needs 3.45 MB, but .* has .* free"):
         save(folder, 40, large, {}, {})
     assert contents(folder) == before
     assert os.listdir(folder) == ["000020"]
@@ -369,7 +369,7 @@ def test_a_disk_that_fills_up_while_writing_keeps_the_earlier_ones(small_disk):
     with pytest.raises(UserError) as refused:
         save_steps(folder, 40)
     assert "000040 could not be written (No space left on device): free some space" in str(refused.value)
-    assert "earlier checkpoints are untouched" in str(refused.value)
+    assert "earlier checkpoints are intact" in str(refused.value)
     assert contents(folder) == before
     assert os.listdir(folder) == ["000020"]
     assert newest_step(folder) == 20
