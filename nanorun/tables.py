@@ -1,10 +1,16 @@
-"""Results as text: aligned columns, the same on a terminal and in a log."""
+"""Results as text: aligned columns, the same on a terminal and in a log.
+
+A table of records is a mapping from each column's header to a format string of the record's fields, such as
+{"tokens": "{tokens:,}"}; a field that is missing or None shows as –.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nanorun.console import seconds, size
+
+Record = Mapping[str, Any]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -20,11 +26,29 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(header), "  ".join("─" * w for w in widths), *map(line, cells)])
 
 
+def table_of(records: Iterable[Record], columns: Mapping[str, str]) -> str:
+    """One row per record."""
+    return table(list(columns), [[_filled(text, record) for text in columns.values()] for record in records])
+
+
+def fields_of(record: Record, header: Sequence[str], fields: Mapping[str, str]) -> str:
+    """One row per field of a record; fields without a value are left out."""
+    rows = [(name, _filled(text, record)) for name, text in fields.items()]
+    return table(header, [row for row in rows if row[1] != "–"])
+
+
+def _filled(text: str, record: Record) -> str:
+    try:
+        return text.format_map(record)
+    except (KeyError, TypeError):  # TypeError: None in a numeric format
+        return "–"
+
+
 def _is_number(cell: str) -> bool:
     return re.fullmatch(r"-?[\d.,]*([kMGT%]| ?[kMGT]?B)?|–|\?", cell) is not None
 
 
-def trained_tokenizer(result: dict[str, Any]) -> str:
+def trained_tokenizer(result: Record) -> str:
     source = result["trained_on"]
     rate = source["bytes"] / max(source["seconds"], 1e-9)
     return (
@@ -34,66 +58,51 @@ def trained_tokenizer(result: dict[str, Any]) -> str:
     )
 
 
-def tokenizers_table(result: dict[str, Any]) -> str:
-    reports = result["tokenizers"]
-    main = table(
-        [
-            "tokenizer",
-            "vocabulary",
-            "tokens",
-            "bytes/token",
-            "tokens/word",
-            "MB/s per thread",
-            "MB/s",
-            "lossless",
-        ],
-        [
-            [
-                r["name"],
-                f"{r['vocab_size']:,}",
-                f"{r['tokens']:,}",
-                f"{r['bytes_per_token']:.3f}",
-                f"{r['fertility']:.3f}",
-                f"{r['mb_per_s']:.1f}",
-                f"{r['mb_per_s_all']:.1f} ({r['threads']} threads)",
-                "yes" if r["roundtrip"] else "NO",
-            ]
-            for r in reports
-        ],
+def tokenizers_table(result: Record) -> str:
+    reports = [
+        {**report, "lossless": "yes" if report["roundtrip"] else "NO"} for report in result["tokenizers"]
+    ]
+    main = table_of(
+        reports,
+        {
+            "tokenizer": "{name}",
+            "vocabulary": "{vocab_size:,}",
+            "tokens": "{tokens:,}",
+            "bytes/token": "{bytes_per_token:.3f}",
+            "tokens/word": "{fertility:.3f}",
+            "MB/s per thread": "{mb_per_s:.1f}",
+            "MB/s": "{mb_per_s_all:.1f} ({threads} threads)",
+            "lossless": "{lossless}",
+        },
     )
-    kinds = list(reports[0]["kinds"])
-    by_kind = table(
-        ["bytes/token by kind", *kinds],
-        [[r["name"], *(f"{r['kinds'][k]:.2f}" for k in kinds)] for r in reports],
-    )
+    kinds = {kind: f"{{kinds[{kind}]:.2f}}" for kind in reports[0]["kinds"]}
+    by_kind = table_of(reports, {"bytes/token by kind": "{name}", **kinds})
     texts = f"on {result['documents']:,} documents, {size(result['bytes'])} of '{result['data']}'"
     return f"{texts}\n\n{main}\n\n{by_kind}"
 
 
-def run_summary(summary: dict[str, Any]) -> str:
-    rows = [
-        [
-            "parameters",
-            f"{summary['total_parameters']:,} ({summary['scaling_parameters']:,} in matrices and head)",
-        ],
-        ["trained on", f"{summary['tokens']:,} tokens in {summary['steps']:,} steps"],
-        ["took", f"{seconds(summary['seconds'])}, {summary['tokens_per_s']:,.0f} tokens/s"],
-        ["validation", f"{summary['val_bpb']:.4f} bits per byte (loss {summary['val_loss']:.4f})"],
-        ["training loss", f"{summary['train_loss']:.4f}"],
-    ]
-    if summary["skipped_steps"]:
-        rows.append(["skipped", f"{summary['skipped_steps']} steps"])
-    if summary["mfu"]:
-        rows.append(["MFU", f"{summary['mfu']:.1%}, {summary['peak_gib']:.1f} GiB peak memory"])
-    if "parent" in summary:
-        rows.insert(0, ["parent", summary["parent"]])
-    for row in summary.get("planned", ()):
-        if row["planned"] and row["happened"]:
-            figures = (
-                f"measured {row['happened']:.4g}, planned {row['planned']:.4g} (ratio {row['ratio']:.2f})"
-            )
-            rows.append([f"plan: {row['what']}", figures])
-    shown = table(["run", summary["name"]], rows)
+def run_summary(summary: Record) -> str:
+    planned = [row for row in summary.get("planned", ()) if row["planned"] and row["happened"]]
+    shown = fields_of(
+        {**summary, "took": seconds(summary["seconds"]), "skipped": summary["skipped_steps"] or None},
+        ["run", summary["name"]],
+        {
+            "parent": "{parent}",
+            "parameters": "{total_parameters:,} ({scaling_parameters:,} in matrices and head)",
+            "trained on": "{tokens:,} tokens in {steps:,} steps",
+            "took": "{took}, {tokens_per_s:,.0f} tokens/s",
+            "validation": "{val_bpb:.4f} bits per byte (loss {val_loss:.4f})",
+            "training loss": "{train_loss:.4f}",
+            "skipped": "{skipped:d} steps",
+            "MFU": "{mfu:.1%}, {peak_gib:.1f} GiB peak memory",
+            **{
+                f"plan: {row['what']}": _filled(
+                    "measured {happened:.4g}, planned {planned:.4g} (ratio {ratio:.2f})", row
+                )
+                for row in planned
+            },
+        },
+    )
     if "samples" not in summary:
         return shown
     samples = [
@@ -103,111 +112,90 @@ def run_summary(summary: dict[str, Any]) -> str:
     return "\n".join([shown, "", "continuations after the bar:", *samples])
 
 
-def _first_step(result: dict[str, Any]) -> str:
-    if "first_step_s" in result:
-        return f"{result['first_step_s']:.1f} s"
-    warm = result["first_step_warm_s"]
-    return f"{result['first_step_cold_s']:.1f} s cold" + (f", {warm:.1f} s warm" if warm is not None else "")
-
-
-def _startup_breakdown(result: dict[str, Any]) -> list[list[str]]:
-    parts = {
-        "assemble": "model and data",
-        "first_micro": "first micro-batch",
-        "other_micros": "others",
-        "update": "update",
-    }
-    kinds = {"start": "startup", "cold_start": "startup, cold", "warm_start": "startup, warm"}
-    return [
-        [name, ", ".join(f"{words} {result[kind][part]} s" for part, words in parts.items())]
-        for kind, name in kinds.items()
-        if result.get(kind)
-    ]
-
-
-def bench_infer(result: dict[str, Any]) -> str:
+def bench_infer(result: Record) -> str:
     kind = f"int8 weights, {result['dtype']}" if result["int8"] else result["dtype"]
     speculation = f", speculation by {result['speculate']}" if result["speculate"] else ""
     title = (
         f"d{result['depth']}, vocabulary {result['vocab_size']:,}, {kind}{speculation}: prompts of "
         f"{result['prompt']:,} tokens, {result['new']:,} new ones"
     )
-    rows = [
-        [
-            f"{row['batch']:,}",
-            f"{row['ttft_ms']:,.1f}",
-            f"{row['ms_per_step']:,.3f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['mbu']:.1%}" if row["mbu"] else "-",
-            f"{row['peak_gib']:.1f}" if row["peak_gib"] else "-",
-            f"{row['acceptance']:.1%}" if "acceptance" in row else "-",
-        ]
-        for row in result["rows"]
-    ]
-    columns = ["batch", "TTFT ms", "ms per step", "tokens/s", "MBU", "GiB", "acceptance"]
-    bits = (
-        f"\nbits per byte {result['bpb']:.4f}, with int8 {result['bpb_int8']:.4f}" if "bpb" in result else ""
+    rows = table_of(
+        result["rows"],
+        {
+            "batch": "{batch:,}",
+            "TTFT ms": "{ttft_ms:,.1f}",
+            "ms per step": "{ms_per_step:,.3f}",
+            "tokens/s": "{tokens_per_s:,.0f}",
+            "MBU": "{mbu:.1%}",
+            "GiB": "{peak_gib:.1f}",
+            "acceptance": "{acceptance:.1%}",
+        },
     )
-    return f"{title}\n\n{table(columns, rows)}{bits}"
+    bits = "bits per byte {bpb:.4f}, with int8 {bpb_int8:.4f}".format_map(result) if "bpb" in result else ""
+    return "\n".join([title, "", rows, *([bits] if bits else [])])
 
 
-def bench_train(result: dict[str, Any]) -> str:
-    rows = [
-        ["model", f"d{result['depth']}, vocabulary {result['vocab_size']:,}, context {result['context']:,}"],
-        [
-            "batch",
-            f"{result['batch_tokens']:,} tokens per step, micro-batches of {result['device_batch']} rows",
-        ],
-        ["attention", ", ".join(result["attention"])],
-        ["speed", f"{result['tokens_per_s']:,} tokens/s, {result['ms_per_step']:,} ms per step"],
-        ["first step after", _first_step(result)],
-        *_startup_breakdown(result),
-        ["loss", f"first {result['first_loss']:.3f}, last {result['loss']:.3f}"],
-    ]
-    if result["mfu"]:
-        rows.append(["MFU", f"{result['mfu']:.1%}"])
-    if result["peak_gib"]:
-        rows.append(["peak memory", f"{result['peak_gib']:.1f} GiB"])
-    return table(["bench", "train"], rows)
+def bench_train(result: Record) -> str:
+    parts = {
+        "assemble": "model and data",
+        "first_micro": "first micro-batch",
+        "other_micros": "others",
+        "update": "update",
+    }
+    starts = {"start": "startup", "cold_start": "startup, cold", "warm_start": "startup, warm"}
+    startup = {
+        name: ", ".join(f"{words} {result[start][part]} s" for part, words in parts.items())
+        for start, name in starts.items()
+        if result.get(start)
+    }
+    return fields_of(
+        {**result, "backends": ", ".join(result["attention"])},
+        ["bench", "train"],
+        {
+            "model": "d{depth}, vocabulary {vocab_size:,}, context {context:,}",
+            "batch": "{batch_tokens:,} tokens per step, micro-batches of {device_batch} rows",
+            "attention": "{backends}",
+            "speed": "{tokens_per_s:,} tokens/s, {ms_per_step:,} ms per step",
+            "first step after": "{first_step_s:.1f} s",
+            "first step, cold": "{first_step_cold_s:.1f} s",
+            "first step, warm": "{first_step_warm_s:.1f} s",
+            **startup,
+            "loss": "first {first_loss:.3f}, last {loss:.3f}",
+            "MFU": "{mfu:.1%}",
+            "peak memory": "{peak_gib:.1f} GiB",
+        },
+    )
 
 
-def warmup_table(result: dict[str, Any]) -> str:
-    rows = [
-        ["model and data ready", f"{result['assembled_s']} s"],
-        ["first step done", f"{result['first_step_s']} s"],
-        ["second step", f"{result['second_step_s']} s"],
-        ["first evaluation batch", f"{result['evaluation_s']} s"],
-    ]
-    return table([f"d{result['depth']}", f"torch {result['torch']}, {result['device']}"], rows)
+def warmup_table(result: Record) -> str:
+    return fields_of(
+        result,
+        [f"d{result['depth']}", f"torch {result['torch']}, {result['device']}"],
+        {
+            "model and data ready": "{assembled_s} s",
+            "first step done": "{first_step_s} s",
+            "second step": "{second_step_s} s",
+            "first evaluation batch": "{evaluation_s} s",
+        },
+    )
 
 
-def chat_table(result: dict[str, Any]) -> str:
+def chat_table(result: Record) -> str:
     """ChatCORE by task, with 95% intervals; pass@k for several samples."""
     ks = list(next((row["pass"] for row in result["tasks"] if row["pass"]), {}))
-    rows = [
-        [
-            row["task"],
-            f"{row['n']:,}",
-            _share(row["accuracy"]),
-            f"{_share(row['low'])} to {_share(row['high'])}" if row["accuracy"] is not None else "–",
-            _share(row["baseline"]),
-            f"{row['centred']:.4f}" if row["centred"] is not None else "–",
-            _share(row["cut"]),
-            *(_share((row["pass"] or {}).get(k)) for k in ks[1:]),
-        ]
-        for row in result["tasks"]
-    ]
-    columns = [
-        "task",
-        "n",
-        "accuracy",
-        "95%",
-        "guessing",
-        "centred",
-        "cut off",
-        *(f"pass@{k}" for k in ks[1:]),
-    ]
-    shown = table(columns, rows)
+    shown = table_of(
+        [row | {f"pass@{k}": value for k, value in (row["pass"] or {}).items()} for row in result["tasks"]],
+        {
+            "task": "{task}",
+            "n": "{n:,}",
+            "accuracy": "{accuracy:.1%}",
+            "95%": "{low:.1%} to {high:.1%}",
+            "guessing": "{baseline:.1%}",
+            "centred": "{centred:.4f}",
+            "cut off": "{cut:.1%}",
+            **{f"pass@{k}": f"{{pass@{k}:.1%}}" for k in ks[1:]},
+        },
+    )
     if result["chatcore"] is None:
         last = (
             f"no ChatCORE yet: run nanorun eval chat --judge {result['replies']} where a sandbox is available"
@@ -218,57 +206,57 @@ def chat_table(result: dict[str, Any]) -> str:
     return f"{shown}\n\n{last}\nthe answers are in {result['replies']}"
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def rl_summary(summary: dict[str, Any]) -> str:
-    passes = [key.removeprefix("val_") for key in summary if key.startswith("val_pass@")]
+def rl_summary(summary: Record) -> str:
     before = summary["val_reward_before"]
-    was = f" (before: {before:.3f})" if before is not None else ""
-    held_out = ", ".join(f"{key} {summary[f'val_{key}']:.3f}" for key in passes)
-    rows = [
-        ["tasks", ", ".join(summary["tasks"])],
-        ["parent", f"{summary['parent']}, step {summary['parent_step']}"],
-        ["trained on", f"{summary['tokens']:,} sampled tokens in {summary['steps']:,} steps"],
-        ["took", seconds(summary["seconds"])],
-        [
-            "speed",
-            f"{summary['rollout_tokens_per_s']:,.0f} tokens/s sampled, "
-            f"{summary['train_tokens_per_s']:,.0f} trained",
-        ],
-        ["reward", f"first {summary['first_reward']:.3f}, last {summary['last_reward']:.3f}"],
-        ["held out", f"reward {summary['val_reward']:.3f}{was}, {held_out}"],
-    ]
-    if summary["skipped_steps"]:
-        rows.append(["skipped", f"{summary['skipped_steps']} steps"])
-    samples = [_example_reply(sample) for sample in summary["samples"][:5]]
-    return "\n".join([table(["run", summary["name"]], rows), "", *samples])
+    held_out = [key.removeprefix("val_") for key in summary if key.startswith("val_pass@")]
+    shown = fields_of(
+        {
+            **summary,
+            "task_names": ", ".join(summary["tasks"]),
+            "took": seconds(summary["seconds"]),
+            "before": f" (before: {before:.3f})" if before is not None else "",
+            "passes": ", ".join(f"{key} {summary[f'val_{key}']:.3f}" for key in held_out),
+            "skipped": summary["skipped_steps"] or None,
+        },
+        ["run", summary["name"]],
+        {
+            "tasks": "{task_names}",
+            "parent": "{parent}, step {parent_step}",
+            "trained on": "{tokens:,} sampled tokens in {steps:,} steps",
+            "took": "{took}",
+            "speed": "{rollout_tokens_per_s:,.0f} tokens/s sampled, {train_tokens_per_s:,.0f} trained",
+            "reward": "first {first_reward:.3f}, last {last_reward:.3f}",
+            "held out": "reward {val_reward:.3f}{before}, {passes}",
+            "skipped": "{skipped:d} steps",
+        },
+    )
+    return "\n".join([shown, "", *(_example_reply(sample) for sample in summary["samples"][:5])])
 
 
-def _example_reply(sample: dict[str, Any]) -> str:
+def _example_reply(sample: Record) -> str:
     marks = {"text": "{}", "python": "«{}»", "output": "→ {} "}
     reply = "".join(marks[part["type"]].format(part["text"]) for part in sample["reply"])
     question = " ".join(sample["question"].split())
     return f"  {question:.100} │ {' '.join(reply.split()):.200}  ({sample['reward']:g})"
 
 
-def core_table(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            task["name"],
-            f"{task['shots']}",
-            f"{task['examples']:,}",
-            f"{task['accuracy']:.4f}",
-            f"{task['standard_error']:.4f}",
-            f"{task['baseline']:.3f}",
-            f"{task['centred']:.4f}",
-            f"{task['seconds']:.1f}",
-        ]
-        for task in result["tasks"].values()
+def core_table(result: Record) -> str:
+    lines = [
+        table_of(
+            result["tasks"].values(),
+            {
+                "task": "{name}",
+                "shots": "{shots}",
+                "examples": "{examples:,}",
+                "accuracy": "{accuracy:.4f}",
+                "± one s.e.": "{standard_error:.4f}",
+                "baseline": "{baseline:.3f}",
+                "centred": "{centred:.4f}",
+                "seconds": "{seconds:.1f}",
+            },
+        ),
+        "",
     ]
-    columns = ["task", "shots", "examples", "accuracy", "± one s.e.", "baseline", "centred", "seconds"]
-    lines = [table(columns, rows), ""]
     if result["core"] is not None:
         gpt2 = ", ".join(f"{name} {value:.4f}" for name, value in result["gpt2"].items())
         error = f"± {result['core_standard_error']:.4f}"
