@@ -8,19 +8,21 @@ import typer
 from nanorun.cli.options import Json, Save, TaskFiles, example, show
 from nanorun.errors import UserError
 
-app = typer.Typer(help="How good a model is: bits per byte, CORE, ChatCORE.", no_args_is_help=True)
+app = typer.Typer(help="Evaluate a model: bits per byte, CORE, ChatCORE.", no_args_is_help=True)
 
 
 @app.command("bpb", epilog=example("nanorun eval bpb --model base-d12 --json"))
 def eval_bpb(
     model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Whose validation text (default: what it was trained on).")
+        str | None, typer.Option(help="The dataset (default: the one the model was trained on).")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most (default: all).")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of tokens (default: all).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Bits per byte of validation text: lower is better, and comparable between tokenizers."""
+    """Bits per byte on a validation split: lower is better, and comparable between tokenizers."""
     from nanorun.evals.bpb import evaluate_run
 
     result = evaluate_run(model, data, max_tokens)
@@ -35,25 +37,30 @@ def eval_chat(
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Names or file.py:Class, with commas (default: those of ChatCORE that are here)."),
+        typer.Option(help="Comma-separated names or file.py:Class (default: the tasks of ChatCORE present)."),
     ] = None,
-    max_per_task: Annotated[int | None, typer.Option(min=1, help="Questions at most (default: all).")] = None,
-    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies to each question, for pass@k.")] = 1,
+    max_per_task: Annotated[
+        int | None, typer.Option(min=1, help="Maximum questions per task (default: all).")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1024, help="Replies per question, for pass@k.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Default: 0, the likeliest; 1 with --samples.")
+        float | None, typer.Option(min=0, max=100, help="Default: 0 (greedy); 1 with --samples.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply at most.")] = 512,
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Questions at a time.")] = 64,
-    split: Annotated[str, typer.Option(help="Which questions.")] = "test",
-    seed: Annotated[int, typer.Option(min=0, help="Of the samples.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per reply.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Batch size in questions.")] = 64,
+    split: Annotated[str, typer.Option(help="The split of each task.")] = "test",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     keep: Annotated[
-        Path | None, typer.Option(help="Keep the answers here; what needs a sandbox may be judged later.")
+        Path | None,
+        typer.Option(help="Write the replies to this file; tasks that need a sandbox can be graded later."),
     ] = None,
-    judge: Annotated[Path | None, typer.Option(help="Only judge the answers that --keep wrote.")] = None,
+    judge: Annotated[
+        Path | None, typer.Option(help="Only grade the replies in a file that --keep wrote.")
+    ] = None,
     files: TaskFiles = None,
     as_json: Json = False,
 ) -> None:
-    """ChatCORE: how often a chat model answers rightly, task by task, with 95% intervals."""
+    """ChatCORE: the accuracy of a chat model on each task, with 95% confidence intervals."""
     from nanorun import tables
     from nanorun.evals import chat
     from nanorun.evals.replies import ReplySettings
@@ -61,13 +68,15 @@ def eval_chat(
     named = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
     if judge is not None:
         if model or keep:
-            raise UserError("--judge takes the model and its answers from the file: leave the others out.")
+            raise UserError("--judge reads model and replies from the file: leave the others out.")
         result = chat.grade_file(judge, named, files)
     else:
         if temperature is None:
             temperature = 1.0 if samples > 1 else 0.0
         if samples > 1 and temperature == 0:
-            raise UserError("--samples with --temperature 0 would say the same every time: raise one.")
+            raise UserError(
+                "--samples with --temperature 0 would be the same every time: raise the temperature."
+            )
         settings = ReplySettings(max_tokens, temperature, samples, seed, batch)
         options = chat.ChatEvalOptions(model, named, split, max_per_task, settings, keep, files)
         result = chat.evaluate_chat(options)
@@ -78,30 +87,32 @@ def eval_chat(
 def eval_core(
     model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,
     hf: Annotated[
-        Path | None, typer.Option(help="A Hugging Face causal model instead: its folder, with its tokenizer.")
+        Path | None,
+        typer.Option(help="Instead of a run: the folder of a Hugging Face causal model with its tokenizer."),
     ] = None,
     bundle: Annotated[
-        Path | None, typer.Option(help="The tasks: a folder, .zip or .tar.xz (default: data/core).")
+        Path | None, typer.Option(help="The task bundle: a folder, .zip or .tar.xz (default: data/core).")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Some tasks only, such as hellaswag,lambada,arc,mmlu.")
+        str | None, typer.Option(help="Only these tasks, such as hellaswag,lambada,arc,mmlu.")
     ] = None,
     max_per_task: Annotated[
-        int | None, typer.Option(min=1, help="Examples of each task at most (default: all).")
+        int | None, typer.Option(min=1, help="Maximum examples per task (default: all).")
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a batch (default: 65536 on a GPU, 2048 on a CPU).")
+        int | None,
+        typer.Option(min=1, help="Maximum tokens per batch (default: 65536 on a GPU, 2048 on a CPU)."),
     ] = None,
     mmlu: Annotated[
-        Path | None, typer.Option(help="MMLU's questions, for a bundle without them: mmlu_test.jsonl.")
+        Path | None, typer.Option(help="MMLU's questions, if the bundle has none: mmlu_test.jsonl.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the result beside GPT-2's into this .png or .svg.")
+        Path | None, typer.Option(help="Plot the result next to GPT-2's to this .png or .svg.")
     ] = None,
     save: Save = None,
     as_json: Json = False,
 ) -> None:
-    """The CORE score: 22 tasks for base models, 0 for guessing, GPT-2 XL has 0.2565."""
+    """The CORE score of a base model on 22 tasks: 0 for guessing; GPT-2 XL has 0.2565."""
     from nanorun import tables
     from nanorun.console import say
     from nanorun.evals.core import CoreOptions, evaluate_hugging_face, evaluate_run_core
@@ -110,17 +121,17 @@ def eval_core(
     from nanorun.report.plots import check_suffix
 
     if model is not None and hf is not None:
-        raise UserError("--model names a run of yours and --hf a folder of another's: give one of them.")
+        raise UserError("--model names a run and --hf a Hugging Face folder: give one of them.")
     if plot is not None:
         check_suffix(plot)
     names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
     if tasks is not None and not names:
-        raise UserError("--tasks names no task: give some, such as hellaswag,arc, or leave it out for all.")
+        raise UserError("--tasks names no task: give some, such as hellaswag,arc, or omit it for all.")
     options = CoreOptions(bundle, names, max_per_task, batch_tokens, mmlu)
     result = evaluate_hugging_face(hf, options) if hf is not None else evaluate_run_core(model, options)
     if result is None:
-        return  # another rank says it
+        return  # rank 0 prints the result
     write_result(result, save)
     if plot is not None:
-        say(f"drawn: {plot_core(result, plot)}")
+        say(f"plotted: {plot_core(result, plot)}")
     show(result, as_json, tables.core_table(result))

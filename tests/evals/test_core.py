@@ -426,7 +426,7 @@ def test_a_trained_model_is_evaluated_from_the_command_line(home, tmp_path, nano
     assert result == json.loads(save.read_text())
     assert result == json.loads((home / "runs" / "tiny" / "core-max5.json").read_text())
     assert plot.stat().st_size > 10_000
-    assert f"drawn: {plot}" in said
+    assert f"plotted: {plot}" in said
     shown, _ = nanorun("eval", "core", "--bundle", bundle)
     assert "CORE " in shown
     assert "1.5B 0.2565" in shown
