@@ -179,12 +179,12 @@ class DownloadStopped(Exception):
 
 def tqdm_calling(advance: Callable[[float], None]) -> type[Any]:
     """A tqdm class for huggingface_hub that shows nothing and passes the number of new bytes on."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     class ForwardingTqdm(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
-            super().__init__(*args, **{**kwargs, "disable": True})
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             advance(n or 0)

@@ -145,8 +145,7 @@ def fetch_corpus(corpus: Corpus, shards: int, folder: Path, workers: int = 4) ->
 
 def list_files(corpus: Corpus, paths: list[str]) -> "list[RepoFile]":
     """What the hub states about these files: size and SHA-256."""
-    from huggingface_hub import HfApi, RepoFile
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import HfApi, RepoFile, get_session
 
     found: dict[str, RepoFile] = {}
     for start in range(0, len(paths), _PATHS_PER_REQUEST):

@@ -124,7 +124,8 @@ class BlockCache:
         units = np.arange(self.source.units)
         if self.order.shuffle:
             units = shuffled(self.source.units, self.order.seed, epoch)
-        return units[block * UNITS_PER_BLOCK : (block + 1) * UNITS_PER_BLOCK].tolist()
+        in_block: list[int] = units[block * UNITS_PER_BLOCK : (block + 1) * UNITS_PER_BLOCK].tolist()
+        return in_block
 
 
 class RowSequence:

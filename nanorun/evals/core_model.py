@@ -106,13 +106,15 @@ class HuggingFaceModel:
         hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
         try:
             tokens = _to_device(batch.tokens, self.device)
-            return self.model(input_ids=tokens, use_cache=False).logits[0].float()
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
+            return logits.float()
         finally:
             hook.remove()
 
     @torch.no_grad()
     def all_logits(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits.float()
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits.float()
 
 
 class HuggingFaceTokenizer:

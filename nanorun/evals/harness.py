@@ -30,7 +30,7 @@ Pair = tuple[list[int], list[int]]  # context and continuation
 
 
 @register_model("nanorun")
-class NanorunLM(TemplateLM):
+class NanorunLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """`model` is a run's name (default: the newest), or a model itself with its tokenizer."""
 
     def __init__(

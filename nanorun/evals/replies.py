@@ -229,7 +229,8 @@ def _answer_logprobs(
     targets = torch.full_like(tokens[:, 1:], IGNORE)
     for i, row in enumerate(rows):
         targets[i, len(prompt) - 1 : len(row) - 1] = torch.tensor(row[len(prompt) :])
-    return -model(tokens[:, :-1].to(device), targets.to(device), None, True).sum(1)
+    losses: Tensor = model(tokens[:, :-1].to(device), targets.to(device), None, True)
+    return -losses.sum(1)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanorun.config import SMEAR_GATE_CHANNELS, ModelConfig
-from nanorun.model.gpt import GPT, Block, Linear, norm
+from nanorun.model.gpt import GPT, Block, norm
+from nanorun.model.linear import Linear
 
 ROW_MULTIPLE = 16  # rows of a joined matrix are padded to it: GPUs like their outputs aligned
 

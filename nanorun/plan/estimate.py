@@ -182,7 +182,7 @@ def check_duration(plan: TrainingPlan, max_days: float) -> None:
 
 def _round_down(n: float) -> int:
     """To one significant digit, such as 300000: a suggestion, not a result."""
-    size = 10 ** max(len(str(int(n))) - 1, 0)
+    size = int(10 ** max(len(str(int(n))) - 1, 0))
     return max(int(n) // size * size, 1)
 
 

@@ -83,7 +83,7 @@ class PromptEncoder:
 
     def _count(self, turn: dict[str, Any]) -> int:
         """Tokens of a message, with the special tokens around it and around its tool calls."""
-        parts = turn["content"]
+        parts: list[dict[str, str]] = turn["content"]
         return 2 + sum(len(self.tokenizer.encode(p["text"])) + 2 * (p["type"] != "text") for p in parts)
 
     def _check_size(self, size: int, param: str) -> None:

@@ -86,7 +86,10 @@ def test_neither_batch_nor_context_nor_packing_changes_it(source, packing, rows,
     token_bytes = bytes_per_token()
     block = source.load(range(source.units))
     content = np.concatenate(
-        [block.tokens[s : s + n] for s, n in zip(block.pieces.starts, block.pieces.lengths, strict=True)]
+        [
+            block.tokens[s : s + n]
+            for s, n in zip(block.documents.starts, block.documents.lengths, strict=True)
+        ]
     )
     text = Targets(torch.from_numpy(content.astype(np.int64)))
     n_bytes = int(token_bytes[text.targets].sum())
