@@ -1,4 +1,4 @@
-"""Metrics to a tracker as well, when asked: wandb or trackio, which keep the same three calls."""
+"""Experiment trackers, which also get the metrics on request: wandb or trackio, which share an API of three calls."""
 
 import importlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ TRACKERS = ("wandb", "trackio")
 
 
 def require(kind: str) -> Any:
-    """The tracker's package, or what to do."""
+    """Imports the tracker's package, or says how to install it."""
     if kind not in TRACKERS:
         raise UserError(f"There is no tracker '{kind}': choose {' or '.join(TRACKERS)}.")
     try:
@@ -20,7 +20,7 @@ def require(kind: str) -> Any:
 
 
 class Tracker:
-    """`Tracker("wandb", name, config)`; `log` takes the records that go to metrics.jsonl."""
+    """`Tracker("wandb", name, config)`. `log` takes the records that are written to metrics.jsonl."""
 
     def __init__(self, kind: str, name: str, config: Mapping[str, Any]) -> None:
         self._module = require(kind)
