@@ -19,7 +19,7 @@ CHECK := tests/test_docs.py
 
 # A GPU test spends most of its time compiling on the CPU: four files at a time, the longest first.
 JOBS      ?= 4
-LONG      := $(patsubst %,tests/gpu/test_%_on_gpu.py,killed_runs training fp8 micro)
+LONG      := $(patsubst %,tests/gpu/test_%_on_gpu.py,killed_runs training fp8 graphed)
 GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/installed-dev)),$(BIN)/python,$(PYTHON))
 GPU_TESTS := $(LONG) $(filter-out $(LONG),$(wildcard tests/gpu/test_*.py))
 

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from nanorun.config import ModelConfig, scale_model
+from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.attention import Split, attention_out, rope_cache_attention
 from nanorun.infer.kernels.elementwise import relu2_, residual_norm, softcap
 from nanorun.infer.kernels.linear import Tile, linear_residual, norm_linear, padded
 from nanorun.infer.kernels.step import Tuning, decode_step, plain_step, tune
 from nanorun.infer.kernels.weights import DecodeWeights, RingCache, Scratch, decode_weights
-from nanorun.infer.weights import Matrix
 from nanorun.model.gpt import build
 from nanorun.provenance import record, write_result
 

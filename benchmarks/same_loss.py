@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {
-        "fp8": "none", "fused_qkv": False, "fused_rope": False, "fused_loss": False, "sparse_tables": False,
+        "fp8": "none", "fused_rope": False, "fused_loss": False, "sparse_tables": False,
     },
     "fast": {"fp8": "all"},
 }  # fmt: skip
@@ -47,7 +47,6 @@ def configuration(args: argparse.Namespace, variant: str, seed: int) -> dict[str
         batch_tokens=args.batch_tokens,
         data=args.data,
         tokenizer=args.tokenizer,
-        model_changes=VARIANTS[variant],
         train_changes={"seed": seed, "eval_tokens": EVAL_TOKENS, "save_every": 10_000},
     )
     every = max(config.train.steps // EVALUATIONS, 1)
@@ -63,18 +62,12 @@ def train(args: argparse.Namespace, variant: str, seed: int, seconds: float) -> 
     name = run_name(args, variant, seed)
     config = args.work / "results" / f"{name}.json"
     config.write_text(json.dumps(configuration(args, variant, seed)))
-    command = [
-        sys.executable,
-        "-m",
-        "nanorun",
-        "train",
-        "base",
-        "--config",
-        str(config),
-        "--name",
-        name,
-        "--json",
-    ]
+    code = (
+        "import json, sys; from pathlib import Path; from nanorun.model.fast.recipe import Recipe; "
+        "from nanorun.train.base import BaseOptions, read_config, train_base; config, name, recipe = sys.argv[1:]; "
+        "train_base(read_config(Path(config)), BaseOptions(name=name, recipe=Recipe(**json.loads(recipe))))"
+    )
+    command = [sys.executable, "-c", code, str(config), name, json.dumps(VARIANTS[variant])]
     log = args.work / "results" / f"{name}.log"
     try:
         with log.open("w") as output:

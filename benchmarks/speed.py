@@ -41,22 +41,21 @@ ALL_ON: dict[str, Any] = {"fp8": "all", "sparse_tables": True}
 LEVERS: dict[str, dict[str, Any]] = {
     "all on": {},
     "all off but FlashAttention": {
-        "fp8": "none", "fused_qkv": False, "fused_rope": False, "fused_loss": False, "sparse_tables": False,
+        "fp8": "none", "fused_rope": False, "fused_loss": False, "sparse_tables": False,
     },
     "CUDA graphs off": {"options": {"graphs": False}},
     "fp8 none (bf16)": {"fp8": "none"},
     "fp8 mlp": {"fp8": "mlp"},
     "fp8 layers": {"fp8": "layers"},
     "fp8 head's gradients": {"fp8": "head"},
-    "bf16, cast once": {"fp8": "none", "cast_once": True},
     "sparse tables off": {"sparse_tables": False},
-    "fused rope off": {"fused_rope": False},
-    "fused stream off": {"fused_stream": False},
+    "fused rope off, fp8 mlp": {"fused_rope": False, "fp8": "mlp"},
+    "fused add and norm off": {"fused_add_norm": False},
     "fused ReLU² off": {"fused_relu2": False},
     "fused residual off": {"fused_residual": False},
     "ping-pong products off": {"pingpong": False},
     "fused loss off, fp8 layers": {"fused_loss": False, "fp8": "layers"},
-    "fused qkv off (bf16)": {"fp8": "none", "fused_qkv": False, "fused_rope": False},
+    "fused rope off (bf16)": {"fp8": "none", "fused_rope": False},
     "attention flex and cuDNN": {"options": {"backend": "auto"}, "without_flash": True},
     "micro-batches of 16 rows": {"options": {"device_batch": 16}},
 }  # fmt: skip
@@ -261,11 +260,12 @@ def predicted_budgets(args: argparse.Namespace) -> dict[str, Any]:
     """The budgets of the profiled variants, without measurements."""
     from nanorun.bench import budget
     from nanorun.config import scale_model
+    from nanorun.model.fast.recipe import Recipe
 
     found = {}
     for name in PROFILED:
-        config = scale_model(args.depth, 32_768, **{**ALL_ON, **LEVERS[name]})
-        ns = budget.predict(config, budget.Shape(32 * config.context, args.batch_tokens))
+        config, recipe = scale_model(args.depth, 32_768), Recipe(**{**ALL_ON, **LEVERS[name]})
+        ns = budget.predict(config, budget.Shape(32 * config.context, args.batch_tokens), recipe)
         found[name] = {"parts": {p: {"predicted": ns.get(p), "measured": None} for p in budget.PARTS}}
     return found
 
@@ -289,6 +289,7 @@ def print_budget(name: str, budget: dict[str, Any]) -> None:
 
 def configured(task: dict[str, Any]) -> tuple[Any, Any]:
     from nanorun.config import Horizon
+    from nanorun.model.fast.recipe import Recipe
     from nanorun.model.kernels import flash
     from nanorun.train import base
 
@@ -301,9 +302,9 @@ def configured(task: dict[str, Any]) -> tuple[Any, Any]:
         batch_tokens=task["batch_tokens"],
         data=task["data"],
         tokenizer=task["tokenizer"],
-        model_changes=changes,
     )
-    return config, base.Options(**task["changes"].get("options", {}))
+    recipe = Recipe(**changes)
+    return config, base.BaseOptions(recipe=recipe, **task["changes"].get("options", {}))
 
 
 def start(task: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +348,7 @@ def timed(task: dict[str, Any]) -> dict[str, Any]:
                 "loss": steps[-1].loss,
                 "first_step_s": round(first, 1),
                 "device_batch": t.loader.rows,
-                "attention": sorted({layer.attention.backend for layer in t.model.layers()}),
+                "attention": sorted(set(t.model.batch_attention.backends)),
                 "graphs": graphs,
                 "changes": task["changes"],
             }
@@ -364,7 +365,7 @@ def budget_of(t: Any) -> dict[str, Any]:
 
     tokens = t.config.train.batch_tokens
     shape = budget.Shape(t.loader.rows * t.config.model.context, tokens)
-    predicted, measured = budget.predict(t.model.config, shape), budget.measure(t)
+    predicted, measured = budget.predict(t.model.config, shape, t.recipe), budget.measure(t)
     parts = {
         part: {"predicted": predicted.get(part), "measured": measured["ns"].get(part)}
         for part in budget.PARTS

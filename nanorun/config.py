@@ -28,8 +28,6 @@ DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 1
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
-# Each holds what stands before it. layers: queries, keys and values; head: its gradients; all: the logits, too
-Fp8 = Literal["auto", "none", "mlp", "layers", "head", "all"]
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,6 @@ class ModelConfig:
     smear: bool = True  # each embedding sees a little of the one before
     backout: bool = True  # subtract the middle of the stream before the last norm
     document_mask: bool = False  # attention stays inside documents, positions restart
-    recompute: bool = False  # activations of a block are computed again instead of kept
-    fused_qkv: bool = True  # one matmul for queries, keys and values
-    fused_rope: bool = True  # on CUDA, one kernel for rotary positions and the norm of queries and keys
-    pingpong: bool = True  # in eight bits on Hopper, products whose ends overlap with the next one's sums
-    fused_relu2: bool = True  # there, too, ReLU² at the end of the product that makes its input
-    fused_residual: bool = True  # and additions to the stream (needs fused_stream and fused_rope)
-    fused_stream: bool = True  # in eight bits, what a half-block adds is added by the next one's norm kernel
-    fused_loss: bool = True  # on CUDA, one kernel from logits to loss and gradient
-    sparse_tables: bool = True  # on CUDA, gradients of embeddings are added row by row, in place
-    cast_once: bool = False  # 16-bit copies of the weights are made after an update, not at each use
-    fp8: Fp8 = "auto"  # which matmuls are in eight bits, while training, on a GPU that has them
 
     def __post_init__(self) -> None:
         sizes = (self.depth, self.dim, self.heads, self.kv_heads, self.mlp_ratio)
@@ -78,13 +65,6 @@ class ModelConfig:
             raise UserError(
                 f"{self.heads} heads and {self.kv_heads} kv heads do not divide a width of {self.dim} evenly."
             )
-
-    def eight_bits(self, possible: bool) -> Fp8:
-        """Which matmuls are in eight bits where that was tried or not. `auto` is all of them, from the width on at
-        which it was seen to pay, and to learn as well (docs/speed.md)."""
-        if self.fp8 != "auto":
-            return self.fp8
-        return "all" if possible and self.dim >= 768 and self.dim % 16 == 0 else "none"
 
     @property
     def head_dim(self) -> int:
@@ -224,20 +204,18 @@ class Config:
         for name in names:
             _check(name, record[name], str)
         if isinstance(record["model"], Mapping):
-            record = {**record, "model": {**_BEFORE, **record["model"]}}
+            model = {name: value for name, value in record["model"].items() if name not in _RECIPE_FIELDS}
+            record = {**record, "model": model}
         made = {name: _build(name, kind, record[name]) for name, kind in parts.items()}
         return Config(**made, **{name: record[name] for name in names})
 
 
-# How a run was trained whose record does not say: it is older than the choice, and goes on as it began.
-_BEFORE = {
-    "fp8": "none",
-    "sparse_tables": False,
-    "fused_stream": False,
-    "pingpong": False,
-    "fused_relu2": False,
-    "fused_residual": False,
-}
+# Implementation choices, which earlier versions stored as part of the model. Checkpoints record them now
+# (model/fast/recipe.py).
+_RECIPE_FIELDS = frozenset(
+    "recompute fused_qkv fused_rope pingpong fused_relu2 fused_residual fused_stream fused_loss sparse_tables "
+    "cast_once fp8".split()
+)
 
 
 # Fields of config.json that earlier versions wrote under another name.

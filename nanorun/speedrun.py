@@ -143,12 +143,12 @@ def run() -> dict[str, Any]:
 
 
 def _base() -> None:
-    from nanorun.train.base import Options, train_base
+    from nanorun.train.base import BaseOptions, train_base
 
     vocab_size = open_tokenizer(SAMPLE_TOKENIZER).vocab_size
     config = sample_preset(vocab_size, SAMPLE_DATA, SAMPLE_TOKENIZER, budget().base_steps)
     say(f"    {config.model.total_parameters:,} parameters, {config.tokens:,} tokens")
-    train_base(config, Options(name=BASE, samples=6))
+    train_base(config, BaseOptions(name=BASE, samples=6))
 
 
 def _mid() -> None:
@@ -161,7 +161,7 @@ def _sft() -> None:
 
 
 def _train_on_mixture(parent: str, mixture: str, name: str, chat_every: int = 0) -> None:
-    from nanorun.train.base import Options
+    from nanorun.train.base import BaseOptions
     from nanorun.train.sft import SFTOptions, train_sft
 
     choices = SFTOptions(
@@ -173,7 +173,7 @@ def _train_on_mixture(parent: str, mixture: str, name: str, chat_every: int = 0)
         chat_every=chat_every,
         chat_problems=budget().exam_questions // 8,
     )
-    train_sft(choices, Options(name=name))
+    train_sft(choices, BaseOptions(name=name))
 
 
 def _rl() -> None:

@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import embedding_grad, layers8
+from nanorun.model.fast import layers
+from nanorun.model.fast.layers import ResidualStream
+from nanorun.model.kernels import embedding_grad
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
-from nanorun.model.kernels.stream import Stream
 
 
 def relative_error(fast, truth):
@@ -20,11 +21,11 @@ def normed(x):
 def assert_gradients_near(gradients, exact, most):
     """Of a stream's start, λ and μ. The last two are sums that may all but cancel: then what counts is their reach."""
     dstart, *numbers = gradients
-    if exact.start is None:
+    if exact.x0 is None:
         assert gradients == [None] * 3
         return
-    assert relative_error(dstart, exact.start.grad) < most
-    reach = exact.x.grad.norm() * exact.start.norm()
+    assert relative_error(dstart, exact.x0.grad) < most
+    reach = exact.x.grad.norm() * exact.x0.norm()
     for one, other in zip(numbers, exact[3:5], strict=True):
         assert one.shape == other.shape
         assert (one - other.grad).abs() < most / 4 * reach
@@ -42,8 +43,8 @@ def assert_values_are_added(norm_heads, draw, copied, shape):
     angle = draw(time, dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
     sums = torch.zeros_like(table)
-    gated = layers8.Gated(gate_weight, table, sums, words)
-    given = (Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
+    gated = layers.GatedValues(gate_weight, table, sums, words)
+    given = (ResidualStream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
     _, *fast, _ = norm_heads(*given, gated)
     exact = [t.detach().double().requires_grad_() for t in (x, *weights, gate_weight, table)]
     n = normed(exact[0])

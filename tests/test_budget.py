@@ -1,13 +1,14 @@
 """The budget adds up to what was measured once, knows kernels by their names, and the bench knows its levers."""
 
 import importlib.util
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from nanorun.bench.budget import PARTS, Shape, part_of, predict
-from nanorun.config import ModelConfig, scale_model
+from nanorun.config import scale_model
+from nanorun.model.fast.recipe import Recipe
 
 SHAPE = Shape(32_768, 524_288)
 
@@ -22,7 +23,7 @@ def test_the_floor_of_a_d12_in_bf16_is_a_little_below_what_an_h200_measured():
 
 def test_eight_bits_are_cheaper_step_by_step():
     sums = [
-        sum(predict(replace(scale_model(12, 32_768), fp8=way), SHAPE).values())
+        sum(predict(scale_model(12, 32_768), SHAPE, Recipe(fp8=way)).values())
         for way in ("none", "mlp", "layers", "head", "all")
     ]
     assert sums == sorted(sums, reverse=True)
@@ -66,7 +67,7 @@ def test_every_lever_changes_fields_that_there_are():
     spec = importlib.util.spec_from_file_location("speed", path)
     speed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(speed)
-    known = {field.name for field in fields(ModelConfig)} | {"options", "without_flash"}
+    known = {field.name for field in fields(Recipe)} | {"options", "without_flash"}
     for changes in (speed.ALL_ON, *speed.LEVERS.values()):
         assert changes.keys() <= known
     assert set(speed.PROFILED) <= speed.LEVERS.keys()

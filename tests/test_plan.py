@@ -13,12 +13,14 @@ from nanorun import hardware
 from nanorun.config import Horizon, sample_preset, scale
 from nanorun.errors import UserError
 from nanorun.hardware import GPUS
+from nanorun.model.fast.recipe import Recipe
 from nanorun.plan.display import compare_with_plan, plan_record, plan_table
 from nanorun.plan.estimate import PlanTooLong, check_duration, make_plan
 from nanorun.plan.memory import deepest, largest_batch, memory_gb
 from nanorun.plan.speed import measured_mfu
 
 VOCAB = 32768
+RECOMPUTE = Recipe(recompute=True)
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_tokens_time_and_cost_follow_from_each_other(none):
 
 def test_activations_agree_with_what_nanochat_was_measured_to_use():
     """Its d12 at 32 rows peaked at 28.1 GiB; it keeps bf16 logits and embeddings, we do not."""
-    parts = memory_gb(replace(scale(12, VOCAB).model, fp8="none"), 32, GPUS["h200"])
+    parts = memory_gb(scale(12, VOCAB).model, 32, GPUS["h200"], recipe=Recipe(fp8="none"))
     groups = scale(12, VOCAB).model.parameters()
     embeddings = groups["embedding"] + groups["value_embeddings"]
     logits = 32 * 2048 * VOCAB * 2
@@ -77,13 +79,13 @@ def test_memory_has_all_its_parts_and_grows_with_the_rows():
     assert two["activations"] == 2 * one["activations"]
     assert two["weights"] == one["weights"]
     assert memory_gb(model, 16, GPUS["h100"], gpus=8)["optimizer"] == one["optimizer"] / 8
-    assert memory_gb(model, 16, GPUS["h100"], recompute=True)["activations"] < one["activations"] / 3
+    assert memory_gb(model, 16, GPUS["h100"], recipe=RECOMPUTE)["activations"] < one["activations"] / 3
 
 
 def test_eight_bits_need_less_where_they_are_the_default():
     model = scale(12, VOCAB).model
-    sixteen = memory_gb(replace(model, fp8="none"), 16, GPUS["h200"])
-    eight = [memory_gb(replace(model, fp8=fp8), 16, GPUS["h200"]) for fp8 in ("mlp", "layers", "all")]
+    sixteen = memory_gb(model, 16, GPUS["h200"], recipe=Recipe(fp8="none"))
+    eight = [memory_gb(model, 16, GPUS["h200"], recipe=Recipe(fp8=fp8)) for fp8 in ("mlp", "layers", "all")]
     activations = [parts["activations"] for parts in (sixteen, *eight)]
     assert activations == sorted(activations, reverse=True)
     assert memory_gb(model, 16, GPUS["h200"]) == eight[-1]
@@ -100,11 +102,11 @@ def test_grouped_heads_and_no_value_embeddings_need_less():
 @pytest.mark.parametrize("gpu", ["h100", "rtx4090", "t4"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_largest_micro_batch_fits_and_twice_as_many_rows_do_not(gpu, recompute):
-    model, card = scale(12, VOCAB).model, GPUS[gpu]
-    rows = largest_batch(model, card, recompute=recompute)
+    model, card, recipe = scale(12, VOCAB).model, GPUS[gpu], Recipe(recompute=recompute)
+    rows = largest_batch(model, card, recipe=recipe)
     assert rows & (rows - 1) == 0
-    assert sum(memory_gb(model, rows, card, recompute=recompute).values()) < card.memory_gb
-    assert sum(memory_gb(model, 2 * rows, card, recompute=recompute).values()) > 0.94 * card.memory_gb - 1
+    assert sum(memory_gb(model, rows, card, recipe=recipe).values()) < card.memory_gb
+    assert sum(memory_gb(model, 2 * rows, card, recipe=recipe).values()) > 0.94 * card.memory_gb - 1
 
 
 def test_the_micro_batch_is_never_more_than_the_step_has(none):
@@ -118,7 +120,7 @@ def test_the_micro_batch_is_never_more_than_the_step_has(none):
 
 def test_what_fits_only_with_recompute_is_planned_with_it(none):
     long = {"context": 16_384}  # one row then keeps more than a model needs as scratch memory
-    depth = deepest("rtx4090", recompute=True, **long)
+    depth = deepest("rtx4090", recipe=RECOMPUTE, **long)
     assert depth > deepest("rtx4090", **long) > 12
     plan = make_plan(scale(depth, VOCAB, **long), "rtx4090", results=none)
     assert plan.recompute
@@ -128,9 +130,9 @@ def test_what_fits_only_with_recompute_is_planned_with_it(none):
 
 
 def test_what_does_not_fit_says_what_would(none):
-    plan = make_plan(scale(deepest("t4", recompute=True) + 2, VOCAB), "t4", results=none)
+    plan = make_plan(scale(deepest("t4", recipe=RECOMPUTE) + 2, VOCAB), "t4", results=none)
     assert not plan.fits
-    assert f"d{deepest('t4', recompute=True)}" in plan_table(plan)
+    assert f"d{deepest('t4', recipe=RECOMPUTE)}" in plan_table(plan)
     too_many = make_plan(scale(12, VOCAB), "t4", device_batch=256, results=none)
     assert not too_many.fits
     assert "--device-batch 32" in plan_table(too_many)
@@ -159,13 +161,13 @@ def test_a_kept_measurement_replaces_the_assumption(tmp_path):
     assert make_plan(scale(22, VOCAB), "h200", results=tmp_path).mfu == 0.55
     assert measured_mfu(GPUS["a100-80"], 12, tmp_path) is None
     keep("d12-fast-h200", depth=12, mfu=0.6, fp8="all")
-    sixteen = scale(12, VOCAB, model_changes={"fp8": "none"})
+    sixteen = {"recipe": Recipe(fp8="none"), "results": tmp_path}
     assert make_plan(scale(12, VOCAB), "h200", results=tmp_path).mfu == 0.6, (
         "in eight bits, where there are any"
     )
-    assert make_plan(sixteen, "h200", results=tmp_path).mfu == 0.5
+    assert make_plan(scale(12, VOCAB), "h200", **sixteen).mfu == 0.5
     keep("d12-newer-h200", depth=12, mfu=0.45, date="2026-12-01")
-    assert make_plan(sixteen, "h200", results=tmp_path).mfu == 0.45
+    assert make_plan(scale(12, VOCAB), "h200", **sixteen).mfu == 0.45
 
 
 def test_narrow_models_and_several_gpus_are_expected_to_be_slower(none):

@@ -19,6 +19,7 @@ import torch
 
 from nanorun.config import ModelConfig
 from nanorun.data.loader import to_device
+from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe
 from nanorun.optim import schedules
 from nanorun.train import loop
 
@@ -66,18 +67,17 @@ class Shape:
     step_tokens: int
 
 
-def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
+def predict(config: ModelConfig, shape: Shape, recipe: Recipe = PLAIN_RECIPE) -> dict[str, float]:
     """Nanoseconds a token, by part. What it cannot know (waits, the rest) it leaves out."""
     dim, depth, vocab = config.dim, config.depth, config.padded_vocab
     kv_dim, hidden = config.kv_heads * config.head_dim, config.mlp_ratio * config.dim
     eight = {
-        "auto": (),  # as nobody has chosen yet
         "none": (),
         "mlp": ("up", "down"),
         "layers": ("up", "down", "qkv"),
         "head": ("up", "down", "qkv"),
         "all": ("up", "down", "qkv", "head"),
-    }[config.fp8]
+    }[recipe.fp8]
     parameters = {
         "qkv": depth * dim * (dim + 2 * kv_dim),
         "out": depth * dim * dim,
@@ -85,12 +85,12 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
         "down": depth * dim * hidden,
         "head": vocab * dim,
     }
-    kind = 2 if config.pingpong else 1
+    kind = 2 if recipe.pingpong else 1
     matmuls = sum(
         6 * count / ((RATES[name] if dim <= 1024 else WIDE_RATES)[kind if name in eight else 0] * 1e12)
         for name, count in parameters.items()
     )
-    if config.fp8 == "head":  # two of its three products, by cuBLAS
+    if recipe.fp8 == "head":  # two of its three products, by cuBLAS
         low, high, _ = RATES["head"] if dim <= 1024 else WIDE_RATES
         matmuls -= 4 * parameters["head"] * (1 / low - 1 / high) / 1e12
     attention = sum(
@@ -102,25 +102,23 @@ def predict(config: ModelConfig, shape: Shape) -> dict[str, float]:
     )
     tables = 1 + sum(config.has_value_embedding(layer) for layer in range(depth))
     matrices, everything = sum(parameters.values()), config.total_parameters
-    summed_in = shape.step_tokens if config.sparse_tables else shape.micro_tokens
+    summed_in = shape.step_tokens if recipe.sparse_tables else shape.micro_tokens
     table_bytes = 4 * tables * vocab * dim / summed_in  # zeros, and without sparse_tables a sum each time
-    in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, config.fp8 in ("head", "all")
-    stream_bytes = 42 if not (in_layers and config.fused_stream) else 28 if config.fused_residual else 38
+    in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, recipe.fp8 in ("head", "all")
+    stream_bytes = 42 if not (in_layers and recipe.fused_add_norm) else 28 if recipe.fused_residual else 38
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
         "rotary and qk norm": depth * 24 * dim,
-        "ReLU²": depth * (10 if not in_mlp else 6 if config.fused_relu2 else 9) * hidden,
+        "ReLU²": depth * (10 if not in_mlp else 6 if recipe.fused_relu2 else 9) * hidden,
         "norms and residual stream": depth * stream_bytes * dim,
         "quantizing": depth
-        * ((4 + LOOK) * in_mlp + 3 * (LOOK if config.fused_rope else 4 + LOOK) * in_layers)
+        * ((4 + LOOK) * in_mlp + 3 * (LOOK if recipe.fused_rope else 4 + LOOK) * in_layers)
         * dim,
         "loss": 6 * vocab if in_head else 4 * vocab + 12 * vocab * dim / CHUNK_TOKENS,
         "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
-        "gradient accumulation": (0 if config.sparse_tables else 3 * table_bytes)
+        "gradient accumulation": (0 if recipe.sparse_tables else 3 * table_bytes)
         + 12 * matrices / shape.micro_tokens
         + (12 * vocab * dim * max(1 / CHUNK_TOKENS - 1 / shape.micro_tokens, 0) if in_head else 0),
-        "casts": 0.0
-        if config.cast_once
-        else 12 * sum(n for k, n in parameters.items() if k not in eight) / shape.micro_tokens,
+        "casts": 12 * sum(n for k, n in parameters.items() if k not in eight) / shape.micro_tokens,
         "update": (28 * (everything - matrices + vocab * dim) + 40 * (matrices - vocab * dim))
         / shape.step_tokens,
     }
@@ -174,8 +172,13 @@ def measure(t: loop.Training) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         begin = time.perf_counter()
         for batch in batches:
-            given = to_device(batch, t.device, t.config.model.document_mask)
-            total += t.learn(*given, trained, t.scale.scale)
+            inputs = to_device(batch, t.device, t.config.model.document_mask)
+            if t.graphed is not None:
+                total += t.graphed(*inputs, trained, t.scale.scale)
+            else:
+                loss = t.forward(*inputs) / trained
+                (loss * t.scale.scale).backward()
+                total += loss.detach()
         torch.cuda.synchronize()
         wall_us = 1e6 * (time.perf_counter() - begin)
     update_us = _timed_update(t, total)

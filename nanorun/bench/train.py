@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ import torch
 
 from nanorun.config import Config
 from nanorun.console import Progress, say, seconds
+from nanorun.model.fast.recipe import Recipe
 from nanorun.provenance import record
 from nanorun.runs import Run
 from nanorun.train import loop
-from nanorun.train.base import Options, assemble
+from nanorun.train.base import BaseOptions, assemble
 
 WARMUP_STEPS = 3
 CACHE_VARIABLES = (
@@ -37,7 +38,7 @@ CACHE_VARIABLES = (
 
 
 def bench_train(
-    config: Config, options: Options, steps: int = 20, fresh_caches: bool = True
+    config: Config, options: BaseOptions, steps: int = 20, fresh_caches: bool = True
 ) -> dict[str, Any]:
     """`fresh_caches=False` uses the existing compile caches, for a quick look: neither a cold nor a warm start is
     measured."""
@@ -56,7 +57,7 @@ def bench_train(
     return result
 
 
-def _measure(config: Config, options: Options, steps: int) -> dict[str, Any]:
+def _measure(config: Config, options: BaseOptions, steps: int) -> dict[str, Any]:
     with started(config, options) as (training, start):
         tokens = config.train.batch_tokens
         with Progress("timing steps", (1 + WARMUP_STEPS + steps) * tokens, "tok") as bar:
@@ -83,9 +84,9 @@ def _measure(config: Config, options: Options, steps: int) -> dict[str, Any]:
         context=config.model.context,
         batch_tokens=config.train.batch_tokens,
         device_batch=training.loader.rows,
-        attention=sorted({layer.attention.backend for layer in training.model.layers()}),
-        fp8=training.model.config.fp8,
-        products=loop.means(training)["products"],
+        attention=sorted(set(training.model.batch_attention.backends)),
+        fp8=training.recipe.fp8,
+        products="quack" if training.recipe.uses_quack else "torch",
         steps=steps,
         tokens_per_s=round(tokens_per_s),
         ms_per_step=round(1e3 * median, 2),
@@ -100,7 +101,7 @@ def _measure(config: Config, options: Options, steps: int) -> dict[str, Any]:
 
 
 @contextmanager
-def started(config: Config, options: Options) -> Iterator[tuple[loop.Training, float]]:
+def started(config: Config, options: BaseOptions) -> Iterator[tuple[loop.Training, float]]:
     """A training in a temporary run folder, and when its assembly started."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +126,7 @@ def empty_caches() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _first_step_in_new_process(config: Config, options: Options) -> dict[str, float] | None:
+def _first_step_in_new_process(config: Config, options: BaseOptions) -> dict[str, float] | None:
     """Seconds from the start of assembly to the end of the first step, by part; None when the process fails."""
     code = "import json, sys; from nanorun.bench.train import print_first_step; print_first_step(json.load(sys.stdin))"
     request = json.dumps({"config": config.to_dict(), "options": asdict(options)})
@@ -137,7 +138,10 @@ def _first_step_in_new_process(config: Config, options: Options) -> dict[str, fl
 
 
 def print_first_step(request: dict[str, Any]) -> None:
-    with started(Config.from_dict(request["config"]), Options(**request["options"])) as (training, start):
+    options = BaseOptions(**request["options"])
+    if request["options"]["recipe"] is not None:
+        options = replace(options, recipe=Recipe.from_dict(request["options"]["recipe"]))
+    with started(Config.from_dict(request["config"]), options) as (training, start):
         print(json.dumps(timed_first_step(training, start)[1]))
 
 

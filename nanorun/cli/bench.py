@@ -39,8 +39,10 @@ def bench_train(
     from nanorun.provenance import check_writable, write_result
 
     check_writable(save)
-    options = opt.run_options(None, False, device_batch, attention, dtype, compiled, graphs)
-    config = opt.default_config(depth, context, batch_tokens, data, tokenizer, fp8)
+    options = opt.run_options(
+        None, False, device_batch, attention, dtype, compiled, graphs, recipe=opt.chosen_recipe(fp8)
+    )
+    config = opt.default_config(depth, context, batch_tokens, data, tokenizer)
     result = bench_train(config, options, steps, fresh_caches)
     write_result(result, save)
     opt.show(result, as_json, tables.bench_train(result))

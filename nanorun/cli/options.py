@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from nanorun.config import Backend, Config, Dtype, Fp8, Horizon
+from nanorun.config import Backend, Config, Dtype, Horizon
 from nanorun.errors import UserError
 
 if TYPE_CHECKING:
+    from nanorun.model.fast.recipe import Recipe
     from nanorun.train import base
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -80,14 +81,17 @@ def run_options(
     graphs: bool = True,
     deterministic: bool = False,
     track: str | None = None,
-) -> "base.Options":
+    recipe: "Recipe | None" = None,
+) -> "base.BaseOptions":
     """The options that training commands share, validated before anything starts."""
     backend = cast(Backend, check_one_of(attention, get_args(Backend), "attention backend"))
     checked = check_dtype(dtype)
 
     from nanorun.train import base  # imported late: it takes a second
 
-    return base.Options(name, fresh, device_batch, backend, checked, compiled, graphs, deterministic, track)
+    return base.BaseOptions(
+        name, fresh, device_batch, backend, checked, compiled, graphs, recipe, deterministic, track
+    )
 
 
 def default_config(
@@ -96,7 +100,6 @@ def default_config(
     batch_tokens: int | None,
     data: str | None,
     tokenizer: str | None,
-    fp8: str | None,
 ) -> Config:
     """The configuration of a depth with the default horizon."""
     from nanorun.train import base
@@ -108,7 +111,6 @@ def default_config(
         batch_tokens=batch_tokens,
         data=data,
         tokenizer=tokenizer,
-        model_changes=check_fp8(fp8),
     )
 
 
@@ -116,9 +118,14 @@ def check_dtype(name: str) -> Dtype:
     return cast(Dtype, check_one_of(name, get_args(Dtype), "dtype"))
 
 
-def check_fp8(name: str | None) -> dict[str, Any]:
-    """The resulting change of a model's configuration."""
-    return {} if name is None else {"fp8": check_one_of(name, get_args(Fp8), "setting of fp8")}
+def chosen_recipe(fp8: str | None, recompute: bool = False) -> "Recipe | None":
+    """The recipe that these flags ask for; None where they are not given, so that a resumed run keeps its own."""
+    from nanorun.model.fast.recipe import Fp8, Recipe
+
+    if fp8 is None and not recompute:
+        return None
+    mode = cast(Fp8, check_one_of(fp8 or "auto", get_args(Fp8), "setting of fp8"))
+    return Recipe(fp8=mode, recompute=recompute)
 
 
 def check_tools(name: str) -> Any:

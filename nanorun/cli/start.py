@@ -73,7 +73,9 @@ def warmup(
     from nanorun import tables
     from nanorun.train import warmup
 
-    options = opt.run_options(None, False, device_batch, attention, "auto", True)
-    config = opt.default_config(depth, context, batch_tokens, data, tokenizer, fp8)
+    options = opt.run_options(
+        None, False, device_batch, attention, "auto", True, recipe=opt.chosen_recipe(fp8)
+    )
+    config = opt.default_config(depth, context, batch_tokens, data, tokenizer)
     result = warmup.warm_up(config, options)
     opt.show(result, as_json, tables.warmup_table(result))

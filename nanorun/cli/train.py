@@ -29,7 +29,7 @@ from nanorun.cli.options import (
     Tokens,
     Track,
     check_dtype,
-    check_fp8,
+    chosen_recipe,
     example,
     run_options,
     show,
@@ -86,7 +86,10 @@ def train_base(
     from nanorun.plan.estimate import PlanTooLong
     from nanorun.train import base
 
-    options = run_options(name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track)
+    recipe = chosen_recipe(fp8, recompute)
+    options = run_options(
+        name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track, recipe
+    )
     train = {"seed": seed, "save_every": save_every, "eval_every": eval_every}
     if config_file is not None:
         if not all(value is None for value in (depth, context, ratio, tokens, flops)):
@@ -95,7 +98,6 @@ def train_base(
             )
         config = base.override(
             base.read_config(config_file),
-            {"recompute": recompute or None, **check_fp8(fp8)},
             {**train, "steps": steps, "batch_tokens": batch_tokens},
             data=data,
             tokenizer=tokenizer,
@@ -108,7 +110,6 @@ def train_base(
             batch_tokens=batch_tokens,
             data=data,
             tokenizer=tokenizer,
-            model_changes={"recompute": recompute, **check_fp8(fp8)},
             train_changes={key: value for key, value in train.items() if value is not None},
         )
     try:

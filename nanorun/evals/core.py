@@ -212,7 +212,7 @@ def use_fastest_attention(model: GPT) -> None:
     """FlashAttention if installed. The other fast backends need compilation and rows of one length."""
     device = model.embed.weight.device
     if choose_backends(model.config, device, "auto", model.dtype, compiled=False)[0] == "flash":
-        model.use_backend("flash")
+        model.batch_attention.use_backend("flash")
 
 
 @contextlib.contextmanager

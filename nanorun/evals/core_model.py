@@ -3,7 +3,7 @@
 Our model reads a trunk once for all its branches. The trunk attends as always. Branches attend to their
 trunk and to themselves, under an explicit mask: they are short, so that costs little. Everything else in the
 model knows only a token, the one before it and its position, so it runs over trunks and branches alike. The
-blocks are those of generation (infer/forward.py): the same function as `GPT.hidden`, with the weights cast once.
+trunk is that of model/gpt.py, on a frozen copy of the model (infer/frozen.py).
 
 The head is applied to the wanted places only. A model of Hugging Face's has its own forward pass; a hook picks
 the wanted states out of what its head is given, so whatever it does to the logits afterwards still happens.
@@ -23,19 +23,18 @@ from torch import Tensor
 from nanorun.errors import UserError
 from nanorun.evals.core_prompts import Encoder
 from nanorun.evals.core_scoring import ScoringBatch, ScoringModel
-from nanorun.infer.forward import blocks, linear
-from nanorun.infer.weights import Layer, Weights
-from nanorun.model.attention import attend, spare_plans
-from nanorun.model.gpt import GPT, norm
+from nanorun.infer.frozen import freeze
+from nanorun.model.attention import attend, disable_cudnn_sdpa
+from nanorun.model.gpt import GPT
 
 
 class OurModel:
     shares_prefixes = True
 
     def __init__(self, model: GPT) -> None:
-        self.model, self.weights = model, Weights.of(model)
+        self.model, self.frozen = model, freeze(model)
         self.context, self.vocab_size = model.config.context, model.config.vocab_size
-        self.device = self.weights.device
+        self.device = self.frozen.device
 
     @torch.no_grad()
     def logits(self, batch: ScoringBatch) -> Tensor:
@@ -45,23 +44,20 @@ class OurModel:
         rows, trunk = tokens.size(0), batch.prefix
         masks: dict[int, Tensor] = {}
 
-        def look(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def look(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.unflatten(0, (rows, -1)) for x in (q, k, v))  # (B, T, heads, D)
-            backend = self.model.layers()[i].attention.backend
+            backend, window = self.model.batch_attention.backends[i], self.model.config.window(i)
             before = [x[:, :trunk] for x in (q, k, v)]
-            mixed = attend(before[0], before[1], before[2], min(layer.window, trunk), backend)
+            mixed = attend(before[0], before[1], before[2], min(window, trunk), backend)
             if q.size(1) > trunk:
-                if layer.window not in masks:
-                    masks[layer.window] = seen_by_branches(positions, branch, trunk, layer.window)
-                after = _attend_masked(q[:, trunk:], k, v, masks[layer.window])
+                if window not in masks:
+                    masks[window] = seen_by_branches(positions, branch, trunk, window)
+                after = _attend_masked(q[:, trunk:], k, v, masks[window])
                 mixed = torch.cat([mixed, after], 1)
             return mixed.flatten(0, 1)
 
-        x = blocks(self.weights, tokens.flatten(), previous.flatten(), positions.flatten(), look)
-        wanted = norm(x[_to_device(batch.logit_positions, self.device)])
-        z = linear(wanted, self.weights.head)[:, : self.vocab_size].float()
-        cap = self.model.config.softcap
-        return cap * torch.tanh(z / cap) if cap else z
+        x = self.frozen.hidden_at(tokens.flatten(), previous.flatten(), positions.flatten(), look)
+        return self.frozen.logits_of(x[_to_device(batch.logit_positions, self.device)])
 
     @torch.no_grad()
     def all_logits(self, tokens: Tensor) -> Tensor:
@@ -148,7 +144,7 @@ def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) ->
         raise UserError(
             f"transformers cannot open {folder} ({reason}): give a causal model's folder."
         ) from error
-    spare_plans()
+    disable_cudnn_sdpa()
     known = (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id)
     bos = next((token for token in known if token is not None), None)
     if bos is None:

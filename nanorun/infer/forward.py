@@ -1,7 +1,7 @@
 """The two functions at the heart of generation: `prefill` reads many tokens, `decode` one a row.
 
-Both push tokens through the same blocks as `model/gpt.py` and leave keys and values in the cache; they
-differ in what attention looks at.
+Both run the trunk of model/gpt.py, on a frozen copy of the model (frozen.py), and leave keys and values in the
+cache; they differ in what attention looks at.
 
     prefill   chunks of some texts. A chunk sees what the cache holds of its text, and itself. A text may
               come in chunks of any size: the result is that of reading it at once.
@@ -27,27 +27,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.infer.cache import Cache, on_device
-from nanorun.infer.weights import Layer, Matrix, Weights
-from nanorun.model.gpt import norm, rotate
+from nanorun.model.gpt import GPT
 
 # Shapes: N rows or tokens, R texts, T tokens of a chunk, S slots, L length of a ring, H heads, K kv heads,
 # D head dimension.
-Attend = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
 Decode = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # `decode` for some weights and cache
-Decoder = Callable[[Weights, Cache], Decode]
+Decoder = Callable[[GPT, Cache], Decode]
 
 
-def plain(weights: Weights, cache: Cache) -> Decode:
-    return functools.partial(decode, weights, cache)
+def plain(model: GPT, cache: Cache) -> Decode:
+    return functools.partial(decode, model, cache)
 
 
-def compiled_plain(weights: Weights, cache: Cache) -> Decode:
+def compiled_plain(model: GPT, cache: Cache) -> Decode:
     """The same through torch.compile: far fewer kernels, for GPUs that our own do not run on."""
-    return torch.compile(functools.partial(decode, weights, cache), dynamic=False)
+    return torch.compile(functools.partial(decode, model, cache), dynamic=False)
 
 
 def decode(
-    weights: Weights,
+    model: GPT,
     cache: Cache,
     slots: Tensor,
     tokens: Tensor,
@@ -62,35 +60,32 @@ def decode(
     previous = cache.tokens[slots, (positions - 1).clamp(min=0)]
     masks: dict[tuple[int, int], Tensor] = {}  # by ring and window, of which there are two at most
 
-    def attend(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(i, slots, positions, k, v)
-        kind = (cache.lengths[i], layer.window)
+        kind = (cache.lengths[i], model.config.window(i))
         if kind not in masks:
             seen = visible(positions, *kind, longest or cache.lengths[i])
-            masks[kind] = additive(seen, weights.dtype)[:, None, None]
+            masks[kind] = additive(seen, model.dtype)[:, None, None]
         return decode_attention(q, cache.k[i], cache.v[i], slots, masks[kind])
 
-    x = blocks(weights, tokens, previous, positions, attend)
-    z = linear(norm(x), weights.head)[:, : weights.config.vocab_size].float()
-    cap = weights.config.softcap
-    return cap * torch.tanh(z / cap) if cap else z
+    return model.logits_of(model.hidden_at(tokens, previous, positions, attend))
 
 
 def prefill(
-    weights: Weights,
+    model: GPT,
     cache: Cache,
     slots: Sequence[int],
     chunks: Sequence[Sequence[int]],
     starts: Sequence[int],
 ) -> None:
     """Reads each chunk into its slot, which already holds the `start` tokens before it."""
-    device, time = weights.device, max(len(chunk) for chunk in chunks)
+    device, time = cache.tokens.device, max(len(chunk) for chunk in chunks)
     padded = [[*chunk, *([0] * (time - len(chunk)))] for chunk in chunks]
     tokens = on_device(padded, device)  # (R, T)
     about = on_device([list(starts), [len(chunk) for chunk in chunks], list(slots)], device)
     start, size, rows = about[:, :, None]
     step = torch.arange(time, device=device)
-    positions = (start + step).clamp(max=weights.config.context - 1)  # padding may lie beyond
+    positions = (start + step).clamp(max=model.config.context - 1)  # padding may lie beyond
     real = rows.expand(-1, time).masked_fill(step >= size, cache.scratch)  # where each token is written
     before = cache.tokens[rows, (start - 1).clamp(min=0)]
     previous = torch.cat([before, tokens[:, :-1]], 1)
@@ -106,10 +101,10 @@ def prefill(
         held = start - 1 - (start - 1 - index) % ring  # the position of each key in the ring, < 0: none
         at = torch.cat([held.masked_fill(held < 0, -window), positions], 1)[:, None]  # (R, 1, keys)
         query = positions[:, :, None]
-        return additive((at <= query) & (at > query - window), weights.dtype)[:, None]
+        return additive((at <= query) & (at > query - window), model.dtype)[:, None]
 
-    def attend(i: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kind = ring, _ = cache.lengths[i], layer.window
+    def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kind = ring, _ = cache.lengths[i], model.config.window(i)
         if kind not in masks:
             masks[kind] = mask(*kind)
         q, k, v = (x.unflatten(0, (-1, time)).transpose(1, 2) for x in (q, k, v))  # (R, H or K, T, D)
@@ -119,13 +114,7 @@ def prefill(
         cache.write(i, kept.flatten(), positions.flatten(), _rows(k), _rows(v))
         return _rows(mixed)
 
-    blocks(weights, tokens.flatten(), previous.flatten(), positions.flatten(), attend)
-
-
-def linear(x: Tensor, matrix: Matrix) -> Tensor:
-    if matrix.scale is None:
-        return F.linear(x, matrix.weight)
-    return F.linear(x, matrix.weight.to(x.dtype)) * matrix.scale.to(x.dtype)
+    model.hidden_at(tokens.flatten(), previous.flatten(), positions.flatten(), attend)
 
 
 def visible(positions: Tensor, ring: int, window: int, longest: int) -> Tensor:
@@ -153,42 +142,6 @@ def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
     if (repeat := q.size(1) // k.size(1)) > 1:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-
-
-def blocks(weights: Weights, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """The stream (N, dim) before the last norm; the counterpart of `GPT.hidden`."""
-    config = weights.config
-    x = F.embedding(tokens, weights.embed)
-    if weights.smear is not None:
-        gate = F.embedding(tokens, weights.smear) * (positions > 0)[:, None]
-        x = x + gate * F.embedding(previous, weights.embed)
-    values = weights.values.index_select(0, tokens) if weights.values is not None else None
-    rope = F.embedding(positions, weights.cos)[:, None], F.embedding(positions, weights.sin)[:, None]
-    start, middle = x, x
-    for i, layer in enumerate(weights.layers):
-        if weights.mixing is not None:
-            x = weights.mixing[i, 0] * x + weights.mixing[i, 1] * start
-        q, k, v = _heads(weights, layer, linear(norm(x), layer.qkv), values, rope)
-        x = x + linear(attend(i, layer, q, k, v).flatten(1), layer.out)
-        x = x + linear(F.relu(linear(norm(x), layer.up)).square(), layer.down)
-        if i == config.depth // 2:
-            middle = x
-    return x - weights.backout * middle if weights.backout is not None else x
-
-
-def _heads(
-    weights: Weights, layer: Layer, qkv: Tensor, values: Tensor | None, rope: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (N, H, D), keys and values (N, K, D) from the joined projection."""
-    config = weights.config
-    heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
-    turning, kv = (heads + kv_heads) * size, kv_heads * size
-    qk = norm(rotate(qkv[:, :turning].unflatten(1, (-1, size)), rope)) * config.qk_gain
-    v = qkv[:, turning : turning + kv].unflatten(1, (-1, size))
-    if layer.value is not None and values is not None:
-        gate = 3 * torch.sigmoid(qkv[:, turning + kv : turning + kv + kv_heads, None])
-        v = v + gate * values[:, layer.value].view_as(v)
-    return qk[:, :heads], qk[:, heads:], v
 
 
 def _rows(x: Tensor) -> Tensor:

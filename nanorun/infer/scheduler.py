@@ -28,12 +28,12 @@ import torch
 from nanorun.errors import UserError
 from nanorun.infer.cache import Cache, SlotPool
 from nanorun.infer.forward import Decoder, compiled_plain, plain, prefill
+from nanorun.infer.frozen import freeze
 from nanorun.infer.request import MAX_TOP_LOGPROBS, Finish, Reply
 from nanorun.infer.sampling import GumbelArgmax, SamplingFeatures, SamplingParams, gumbel_argmax
 from nanorun.infer.sequence import SequenceState
 from nanorun.infer.speculate import Drafter, DraftModel, PromptLookup
 from nanorun.infer.step import DecodeRow, GreedySample, InFlightStep, Stepper, capture_cuda_graph
-from nanorun.infer.weights import Weights
 from nanorun.model.gpt import GPT
 from nanorun.model.kernels import kernels_run_on
 
@@ -102,7 +102,7 @@ class Scheduler:
         on_tool_call: Callable[[SequenceState, Any], None],
     ) -> None:
         self.stats, self._on_finish, self._on_tool_call = Stats(), on_finish, on_tool_call
-        self.weights = Weights.of(model, int8=settings.int8)
+        self.weights = freeze(model, int8=settings.int8)
         device = self.weights.device
         cuda = device.type == "cuda"
         compiled = settings.compile or ("sampler" if cuda else "none")
@@ -317,7 +317,7 @@ class Scheduler:
                 f"The draft model has {config.vocab_size} tokens and the model {vocab_size}: they must share a "
                 "tokenizer."
             )
-        weights = Weights.of(draft, self.weights.dtype, settings.int8)
+        weights = freeze(draft, self.weights.dtype, settings.int8)
         cache = Cache(config, settings.slots, self.weights.device, self.weights.dtype)
         self.models.append((weights, cache))
         self.context = min(self.context, config.context)

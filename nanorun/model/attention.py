@@ -27,6 +27,32 @@ from nanorun.model.kernels import flash
 # Shapes: B batch, T queries, S keys, H heads, K kv heads, D head dimension.
 
 
+class BatchAttention:
+    """Causal attention over the rows of a batch, as training and evaluation need it: layer by layer, by the
+    backend that was chosen for the layer."""
+
+    def __init__(self, config: ModelConfig, backends: tuple[Backend, ...] | None = None) -> None:
+        disable_cudnn_sdpa()
+        self.config = config
+        self.backends = backends or everywhere("sdpa", config)
+        self.windows = tuple(config.window(layer) for layer in range(config.depth))
+        self.block_masks: dict[int, BlockMask] = {}  # by window, for rows of the length that was prepared
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, docs: Tensor | None = None) -> Tensor:
+        window = min(self.windows[layer], q.size(1))
+        return attend(q, k, v, window, self.backends[layer], docs, self.block_masks.get(self.windows[layer]))
+
+    def prepare(self, context: int, device: torch.device) -> None:
+        """Makes the block masks for rows of this length, ahead of compiled code that only reads them."""
+        self.block_masks = {}
+        for window, backend in zip(self.windows, self.backends, strict=True):
+            if backend == "flex" and not self.config.document_mask and window not in self.block_masks:
+                self.block_masks[window] = window_blocks(context, context, min(window, context), device)
+
+    def use_backend(self, backend: Backend) -> None:
+        self.backends = everywhere(backend, self.config)
+
+
 def attend(
     q_bthd: Tensor,
     k_bskd: Tensor,
@@ -34,11 +60,11 @@ def attend(
     window: int,
     backend: Backend,
     docs: Tensor | None = None,
-    blocks: BlockMask | None = None,
+    block_mask: BlockMask | None = None,
 ) -> Tensor:
     """Attention of (B, T, H, D) queries over (B, S, K, D) keys and values; `docs` (B, S) numbers documents.
 
-    `blocks` is a `window_blocks` of this shape made ahead; only flex looks at it.
+    `block_mask` is a `window_blocks` of this shape made ahead; only flex reads it.
     """
     if backend == "flash" and docs is None and q_bthd.size(1) == k_bskd.size(1):
         return flash.flash_attention(q_bthd, k_bskd, v_bskd, window)
@@ -46,17 +72,18 @@ def attend(
     if backend == "plain":
         out = _plain(q, k, v, window, docs)
     elif backend == "flex":
-        out = _flex(q, k, v, window, docs, blocks)
+        out = _flex(q, k, v, window, docs, block_mask)
     else:
         out = _sdpa(q, k, v, window, docs, backend)
     return out.transpose(1, 2)
 
 
-def spare_plans() -> None:
-    """For this process: torch's own choice is never cuDNN, which makes a plan for every shape that it has not met.
+def disable_cudnn_sdpa() -> None:
+    """Removes cuDNN from torch's automatic choice of SDPA backend, for this process.
 
-    On Hopper torch would hand it all attention under a mask; evaluation, chat and RL bring another shape with every
-    batch, and CORE took three times as long. Who names cudnn still gets it.
+    cuDNN builds an execution plan for every new shape. On Hopper torch would choose it for all masked attention;
+    evaluation, chat and RL bring another shape with every batch, and CORE took three times as long. The backend
+    `cudnn` still selects it explicitly.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -26,7 +26,7 @@ one, and padding columns of the vocabulary are -inf before the exponential.
 is an error in `plain_loss` but may read a padding column in `chunked_loss`.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -34,10 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanorun.model.kernels import fp8, gemm, opaque_to_dynamo, softcap_loss
+from nanorun.model.kernels import opaque_to_dynamo
 
 IGNORE = -1  # the target of a position that is not trained; the loader's
 Reduction = Literal["sum", "none"]
+# logits (n, V), targets (n,), softcap, vocabulary, with gradient -> losses (n,), gradient (n, V)
+ChunkLoss = Callable[[Tensor, Tensor, float | None, int, bool], tuple[Tensor, Tensor]]
 
 # Σ exp(c) over a vocabulary of 2¹⁷ stays below float32's 3e38 = e⁸⁸, and exp(-c) above its 1e-38 = e⁻⁸⁷.
 LARGEST_UNSHIFTED_SOFTCAP = 75.0
@@ -49,7 +51,6 @@ LARGEST_UNSHIFTED_SOFTCAP = 75.0
 CHUNK_LOGITS_GPU = 2**28
 CHUNK_LOGITS = 2**25
 CHUNK_MULTIPLE = 128  # rows; what matmul kernels like
-PIECE_LOGITS = 2**27  # in sixteen bits at a time, where a chunk is of gradients in eight
 
 
 def plain_loss(
@@ -66,7 +67,7 @@ def plain_loss(
     reduction="none": the loss of each target in the shape of targets, 0 where ignored.
     """
     _check(x, weight, targets, vocab_size)
-    logits = (x @ weight.to(x.dtype).T)[..., :vocab_size].to(_wide(x.dtype))
+    logits = (x @ weight.to(x.dtype).T)[..., :vocab_size].to(accumulation_dtype(x.dtype))
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(
@@ -75,199 +76,11 @@ def plain_loss(
     return losses if reduction == "sum" else losses.view(targets.shape)
 
 
-def chunked_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    softcap: float | None,
-    vocab_size: int,
-    reduction: Reduction = "sum",
-    chunk_tokens: int | None = None,
-    fused: bool = False,
-    copies: fp8.Fp8Weight | None = None,
-    exact_logits: bool = False,
-) -> Tensor:
-    """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
-
-    `fused`: a chunk's loss and gradient come from one hand-written kernel (`can_fuse` says where that works).
-    `copies` of the weight: the three matmuls are in eight bits, for x as a norm leaves it; only where it learns. With
-    `exact_logits` only the two of the gradient are.
-
-    With reduction="none" it is for evaluation only: gradients made in the forward pass can be scaled
-    together afterwards, not token by token.
-    """
-    _check(x, weight, targets, vocab_size)
-    rows, flat = x.flatten(0, -2), targets.flatten()
-    size = _chunk_rows(rows, weight, chunk_tokens)
-    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if learns and reduction == "none":
-        raise ValueError(
-            "chunked_loss has no gradients per token: use no_grad, or plain_loss to train on them"
-        )
-    if learns and copies is not None:
-        assert softcap is not None
-        return _eight_bit_loss(
-            rows,
-            weight,
-            flat,
-            copies.data,
-            copies.data_t,
-            copies.scale,
-            softcap,
-            vocab_size,
-            size,
-            exact_logits,
-            copies.pingpong,
-        )
-    if learns:
-        return _chunked_loss(
-            rows, weight, flat, softcap, vocab_size, size, fused, x.requires_grad, weight.requires_grad
-        )
-    head = weight.to(x.dtype)
-    losses = []
-    for x_chunk, target_chunk in zip(rows.split(size), flat.split(size), strict=True):
-        loss, _ = _chunk_loss(x_chunk @ head.T, target_chunk, softcap, vocab_size, fused, with_gradient=False)
-        losses.append(loss)
-    if reduction == "none":
-        return torch.cat(losses).view(targets.shape)
-    return torch.stack([loss.sum() for loss in losses]).sum()
-
-
-@opaque_to_dynamo
-def _chunked_loss(*arguments: Any) -> Tensor:
-    result: Tensor = _ChunkedLoss.apply(*arguments)
-    return result
-
-
-@opaque_to_dynamo
-def _eight_bit_loss(*arguments: Any) -> Tensor:
-    result: Tensor = _EightBitLoss.apply(*arguments)
-    return result
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,  # (N, D)
-        weight: Tensor,  # (V, D)
-        targets: Tensor,  # (N,)
-        softcap: float | None,
-        vocab_size: int,
-        size: int,
-        fused: bool,
-        wants_dx: bool,
-        wants_dweight: bool,
-    ) -> Tensor:
-        head = weight.to(x.dtype)
-        losses, dx_chunks = [], []
-        dweight: Tensor | None = None
-        for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
-            logits = x_chunk @ head.T
-            loss, dlogits = _chunk_loss(logits, target_chunk, softcap, vocab_size, fused, with_gradient=True)
-            del logits
-            losses.append(loss.sum())
-            if wants_dx:
-                dx_chunks.append(dlogits @ head)
-            if wants_dweight:
-                share = (dlogits.T @ x_chunk).to(_wide(x.dtype))
-                dweight = share if dweight is None else dweight + share
-        dx = torch.cat(dx_chunks) if wants_dx else None
-        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
-        return torch.stack(losses).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight = ctx.saved_tensors
-        return (
-            None if dx is None else _scaled(dx, grad_output),
-            None if dweight is None else _scaled(dweight, grad_output),
-            *[None] * 7,
-        )
-
-
-class _EightBitLoss(torch.autograd.Function):
-    """The same in eight bits. One operator: a compiler has nothing to add to it, and need not think about it."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        loss, dx, dweight = _eight_bit_gradients(*given)
-        ctx.save_for_backward(dx, dweight)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight = ctx.saved_tensors
-        return _scaled(dx, grad_output), _scaled(dweight, grad_output), *[None] * 9
-
-
-@torch.library.custom_op("nanorun::eight_bit_loss", mutates_args=())
-def _eight_bit_gradients(
-    x: Tensor,  # (N, D), of which no entry is past √D
-    weight: Tensor,  # (V, D), and in eight bits, both ways
-    targets: Tensor,
-    head: Tensor,
-    head_columns: Tensor,
-    head_unit: Tensor,
-    softcap: float,
-    vocab_size: int,
-    size: int,
-    exact_logits: bool,
-    pingpong: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the loss over all rows, and its gradients. Logits, in sixteen bits, come a piece at a time; the
-    products that their gradient goes into want many rows."""
-    exact = weight.to(x.dtype) if exact_logits else None
-    most = max(PIECE_LOGITS // head.shape[0], 1)
-    losses, dx = x.new_empty(x.shape[0], dtype=torch.float32), torch.empty_like(x)
-    dweight: Tensor | None = None
-    chunks = zip(*(each.split(size) for each in (x, targets, losses, dx)), strict=True)
-    for x_chunk, target_chunk, loss_chunk, dx_chunk in chunks:
-        q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
-        dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
-        dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
-        pieces = -(-q.shape[0] // most)
-        piece = fp8.padded(-(-q.shape[0] // pieces))  # as equal as can be
-        for first in range(0, q.shape[0], piece):
-            rows = slice(first, first + piece)
-            if exact is not None:
-                logits = x_chunk[rows] @ exact.T
-            else:
-                logits = gemm.gemm_fp8(q[rows], head, unit, head_unit, x.dtype, pingpong)
-            dz_unit = softcap_loss.softcap_loss_fp8(
-                logits, target_chunk[rows], softcap, vocab_size, loss_chunk[rows], dz, dzt, first
-            )
-            del logits
-        fp8.scaled_mm(dz, head_columns, dz_unit, head_unit, x.dtype, False, out=dx_chunk)
-        share = fp8.scaled_mm(dzt, qt, dz_unit, unit, weight.dtype, False)
-        dweight = share if dweight is None else dweight.add_(share)
-        del dz, dzt, share
-    assert dweight is not None
-    return losses.sum(), dx, dweight
-
-
-@_eight_bit_gradients.register_fake
-def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
-
-
-def can_fuse(softcap: float | None) -> bool:
-    return softcap is not None and 0 < softcap <= LARGEST_UNSHIFTED_SOFTCAP
-
-
-def _chunk_loss(
-    logits: Tensor, targets: Tensor, softcap: float | None, vocab_size: int, fused: bool, with_gradient: bool
+def chunk_loss(
+    logits: Tensor, targets: Tensor, softcap: float | None, vocab_size: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """From (n, V) logits, not yet capped: each row's loss, and the gradient of their sum in the logits' dtype.
-
-    Fused, the gradient takes the place of the logits.
-    """
-    if fused:
-        assert softcap is not None
-        return softcap_loss.softcap_loss(logits, targets, softcap, vocab_size, with_gradient), logits
-    z = logits.to(_wide(logits.dtype))
+    """From (n, V) logits, before the softcap: each row's loss, and the gradient of their sum in the logits' dtype."""
+    z = logits.to(accumulation_dtype(logits.dtype))
     at_target = z.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
     if softcap:
         squashed = torch.tanh(z / softcap)
@@ -296,12 +109,114 @@ def _chunk_loss(
     return loss, gradient.to(logits.dtype)
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+def chunked_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    vocab_size: int,
+    reduction: Reduction = "sum",
+    chunk_tokens: int | None = None,
+    chunk_loss: ChunkLoss = chunk_loss,
+) -> Tensor:
+    """What `plain_loss` returns, with memory for chunk_tokens rows of logits (None: by the vocabulary).
+
+    `chunk_loss` computes the loss and gradient of one chunk; model/fast/loss.py has a fused kernel for it.
+
+    reduction="none" is for evaluation only: gradients computed in the forward pass can be scaled together
+    afterwards, not token by token.
+    """
+    _check(x, weight, targets, vocab_size)
+    rows, flat = x.flatten(0, -2), targets.flatten()
+    size = chunk_rows(rows, weight, chunk_tokens)
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if needs_grad and reduction == "none":
+        raise ValueError(
+            "chunked_loss has no gradients per token: use no_grad, or plain_loss to train on them"
+        )
+    if needs_grad:
+        with torch.no_grad():
+            loss, dx, dweight = chunked_loss_and_gradients(
+                rows,
+                weight,
+                flat,
+                softcap,
+                vocab_size,
+                size,
+                chunk_loss,
+                x.requires_grad,
+                weight.requires_grad,
+            )
+        return attach_gradients(loss, rows, weight, dx, dweight)
+    head = weight.to(x.dtype)
+    losses = []
+    for x_chunk, target_chunk in zip(rows.split(size), flat.split(size), strict=True):
+        loss, _ = chunk_loss(x_chunk @ head.T, target_chunk, softcap, vocab_size, False)
+        losses.append(loss)
+    if reduction == "none":
+        return torch.cat(losses).view(targets.shape)
+    return torch.stack([loss.sum() for loss in losses]).sum()
+
+
+def chunked_loss_and_gradients(
+    x: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    targets: Tensor,  # (N,)
+    softcap: float | None,
+    vocab_size: int,
+    size: int,
+    chunk_loss: ChunkLoss,
+    wants_dx: bool,
+    wants_dweight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The summed loss, and its gradients with respect to x and weight where wanted."""
+    head = weight.to(x.dtype)
+    losses, dx_chunks = [], []
+    dweight: Tensor | None = None
+    for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
+        logits = x_chunk @ head.T
+        loss, dlogits = chunk_loss(logits, target_chunk, softcap, vocab_size, True)
+        del logits
+        losses.append(loss.sum())
+        if wants_dx:
+            dx_chunks.append(dlogits @ head)
+        if wants_dweight:
+            share = (dlogits.T @ x_chunk).to(accumulation_dtype(x.dtype))
+            dweight = share if dweight is None else dweight + share
+    dx = torch.cat(dx_chunks) if wants_dx else None
+    return torch.stack(losses).sum(), dx, None if dweight is None else dweight.to(weight.dtype)
+
+
+@opaque_to_dynamo
+def attach_gradients(
+    loss: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dweight: Tensor | None
+) -> Tensor:
+    """`loss` as a function of x and weight whose gradients, for an incoming gradient of 1, are dx and dweight."""
+    result: Tensor = _AttachGradients.apply(loss, x, weight, dx, dweight)
+    return result
+
+
+class _AttachGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dweight: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(dx, dweight)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight = (None if g is None else scaled(g, grad_output) for g in ctx.saved_tensors)
+        return None, dx, dweight, None, None
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """The factor keeps its precision: rounded to bf16 it would make every gradient up to 0.4% off."""
-    return (gradient.to(_wide(gradient.dtype)) * factor).to(gradient.dtype)
+    return (gradient.to(accumulation_dtype(gradient.dtype)) * factor).to(gradient.dtype)
 
 
-def _chunk_rows(rows: Tensor, weight: Tensor, chunk_tokens: int | None) -> int:
+def chunk_rows(rows: Tensor, weight: Tensor, chunk_tokens: int | None) -> int:
     """How many rows a chunk has: as equal as can be, so that one compiled kernel serves them all."""
     if chunk_tokens is not None:
         if chunk_tokens < 1:
@@ -314,7 +229,7 @@ def _chunk_rows(rows: Tensor, weight: Tensor, chunk_tokens: int | None) -> int:
     return max(-(-even // CHUNK_MULTIPLE), 1) * CHUNK_MULTIPLE
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums are made in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -5,9 +5,12 @@ from typing import Any
 
 from nanorun import console
 from nanorun.hardware import PRICES_AS_OF
+from nanorun.model.fast.recipe import Recipe
 from nanorun.plan.estimate import TrainingPlan
 from nanorun.plan.memory import deepest
 from nanorun.tables import table
+
+RECOMPUTE = Recipe(recompute=True)
 
 
 def plan_record(plan: TrainingPlan) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def plan_record(plan: TrainingPlan) -> dict[str, Any]:
         "largest_device_batch": plan.largest_batch,
         "largest_device_batch_recompute": plan.largest_batch_recompute,
         "deepest": deepest(plan.gpu, plan.gpus, model.vocab_size, model.context),
-        "deepest_recompute": deepest(plan.gpu, plan.gpus, model.vocab_size, model.context, recompute=True),
+        "deepest_recompute": deepest(plan.gpu, plan.gpus, model.vocab_size, model.context, RECOMPUTE),
         "tokens_per_s": plan.tokens_per_s,
         "mfu_assumed": plan.mfu,
         "mfu_from": plan.mfu_from,
@@ -118,13 +121,13 @@ def _rows(plan: TrainingPlan) -> str:
 
 def _advice(plan: TrainingPlan) -> list[str]:
     model = plan.config.model
-    if plan.fits and plan.recompute and not model.recompute:
+    if plan.fits and plan.recompute and not plan.recipe.recompute:
         return ["This fits only with recompute, which computes activations twice and takes a third longer."]
     if plan.fits:
         return []
     if plan.largest_batch_recompute:
         return [f"{_rows(plan)} do not fit: use --device-batch {plan.largest_batch_recompute} or fewer."]
-    depth = deepest(plan.gpu, plan.gpus, model.vocab_size, model.context, recompute=True)
+    depth = deepest(plan.gpu, plan.gpus, model.vocab_size, model.context, RECOMPUTE)
     return [f"This does not fit: on {_device(plan)} the deepest model that does is d{depth}, with recompute."]
 
 

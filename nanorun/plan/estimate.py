@@ -14,6 +14,7 @@ from nanorun.config import Config, Horizon, largest_divisor, scale
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.errors import UserError
 from nanorun.hardware import Gpu, named_gpu, this_gpu
+from nanorun.model.fast.recipe import DEFAULT_RECIPE, Recipe
 from nanorun.plan.memory import largest_batch, memory_gb, preferred_rows
 from nanorun.plan.speed import RESULTS, expected_mfu, measure_cpu_mfu
 from nanorun.text.store import open_tokenizer, tokenizer_names
@@ -38,6 +39,7 @@ class TrainingPlan:
     mfu: float
     mfu_from: str  # the source of that figure, for display
     eval_tokens: int  # of one evaluation: at most the validation text
+    recipe: Recipe = DEFAULT_RECIPE
     vocab_from: str = ""  # for display
 
     @property
@@ -79,6 +81,7 @@ def make_plan(
     device_batch: int | None = None,
     results: Path = RESULTS,
     validation_tokens: int | None = None,
+    recipe: Recipe = DEFAULT_RECIPE,
 ) -> TrainingPlan:
     """Estimates this run on `gpus` GPUs of this kind; None is the device of this machine."""
     if gpus < 1 or (device_batch is not None and device_batch < 1):
@@ -94,9 +97,9 @@ def make_plan(
             f"A batch of {config.train.batch_tokens:,} tokens has {rows} rows of {model.context}, too few for "
             f"{gpus} GPUs: use at most {rows}, or a larger --batch-tokens."
         )
-    without = largest_batch(model, gpu, gpus, recompute=False)
-    recomputed = largest_batch(model, gpu, gpus, recompute=True)
-    recompute = model.recompute or (without < (device_batch or 1) and recomputed > without)
+    without = largest_batch(model, gpu, gpus, replace(recipe, recompute=False))
+    recomputed = largest_batch(model, gpu, gpus, replace(recipe, recompute=True))
+    recompute = recipe.recompute or (without < (device_batch or 1) and recomputed > without)
     largest = recomputed if recompute else without
     rows_per_gpu = -(-rows // gpus)
     chosen = largest_divisor(
@@ -105,7 +108,7 @@ def make_plan(
     if gpu.device == "cpu":  # the table has none, so it is this machine's
         mfu, mfu_from = measure_cpu_mfu(config, chosen, gpu), "measured just now"
     else:
-        mfu, mfu_from = expected_mfu(model, gpu, gpus, results)
+        mfu, mfu_from = expected_mfu(model, gpu, gpus, results, recipe)
     return TrainingPlan(
         config,
         gpu,
@@ -116,10 +119,11 @@ def make_plan(
         fits=chosen <= largest,
         largest_batch=without,
         largest_batch_recompute=recomputed,
-        memory_gb=memory_gb(model, chosen, gpu, gpus, recompute),
+        memory_gb=memory_gb(model, chosen, gpu, gpus, replace(recipe, recompute=recompute)),
         mfu=mfu * (_RECOMPUTE_SPEED if recompute else 1),
         mfu_from=mfu_from,
         eval_tokens=min(config.train.eval_tokens, validation_tokens or config.train.eval_tokens),
+        recipe=recipe,
     )
 
 

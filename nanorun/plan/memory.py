@@ -32,10 +32,12 @@ measured. Not counted: CUDA's context and fragmentation (`_RESERVE_GB`, `_USABLE
 """
 
 from nanorun import hardware
-from nanorun.config import Fp8, ModelConfig, scale_model
+from nanorun.config import ModelConfig, scale_model
 from nanorun.errors import UserError
 from nanorun.hardware import Gpu, named_gpu
-from nanorun.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_GPU, PIECE_LOGITS
+from nanorun.model.fast.loss import SLICE_LOGITS
+from nanorun.model.fast.recipe import DEFAULT_RECIPE, Fp8, Recipe, default_fp8
+from nanorun.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_GPU
 from nanorun.optim.groups import stack_length
 
 # Tokens in a micro-batch: 65,536 take 15.8 GiB of an H200 at d12 and are 2.5% faster than 32,768, which take 10.5;
@@ -58,13 +60,13 @@ def preferred_rows(model: ModelConfig, device: str) -> int:
     return max(_MICRO_TOKENS[device] // model.context, 1)
 
 
-def micro_batch_rows(model: ModelConfig, machine: hardware.Hardware) -> int:
+def micro_batch_rows(model: ModelConfig, machine: hardware.Hardware, recipe: Recipe = DEFAULT_RECIPE) -> int:
     """The micro-batch: as many rows as keep the device busy and fit its estimated memory."""
     preferred = preferred_rows(model, machine.device)
     if machine.device == "cpu":
         return preferred
     gpu = hardware.find_gpu(machine.name) if machine.device == "cuda" else None
-    fits = largest_batch(model, gpu or hardware.this_gpu(), 1, model.recompute)
+    fits = largest_batch(model, gpu or hardware.this_gpu(), 1, recipe)
     if fits < 1:
         raise UserError(
             f"A model of depth {model.depth} does not fit the {machine.name} even one row at a time: choose "
@@ -73,13 +75,15 @@ def micro_batch_rows(model: ModelConfig, machine: hardware.Hardware) -> int:
     return min(preferred, fits)
 
 
-def chosen_fp8(model: ModelConfig, gpu: Gpu) -> Fp8:
+def chosen_fp8(model: ModelConfig, gpu: Gpu, recipe: Recipe) -> Fp8:
     """Which GEMMs run in FP8 on this GPU."""
-    return model.eight_bits(gpu.fp8_by_default) if gpu.device == "cuda" else "none"
+    if gpu.device != "cuda":
+        return "none"
+    return default_fp8(model, gpu.fp8_by_default) if recipe.fp8 == "auto" else recipe.fp8
 
 
 def memory_gb(
-    model: ModelConfig, rows: int, gpu: Gpu, gpus: int = 1, recompute: bool = False
+    model: ModelConfig, rows: int, gpu: Gpu, gpus: int = 1, recipe: Recipe = DEFAULT_RECIPE
 ) -> dict[str, float]:
     """Peak memory of one GPU by part, in units of 2^30 bytes, for micro-batches of `rows` rows."""
     groups = model.parameters()
@@ -92,10 +96,10 @@ def memory_gb(
     logits = min(tokens * model.padded_vocab, chunk)
     last_stream = tokens * model.dim * gpu.compute_bytes
     head_gradient = 4 * groups["head"]
-    fp8 = chosen_fp8(model, gpu)
+    fp8 = chosen_fp8(model, gpu, recipe)
     if fp8 in ("head", "all"):
         head_gradient *= 2
-        loss = 2 * logits + gpu.compute_bytes * min(logits, PIECE_LOGITS)
+        loss = 2 * logits + gpu.compute_bytes * min(logits, SLICE_LOGITS)
     else:
         logit_bytes = 2 * gpu.compute_bytes if gpu.device == "cuda" else 2 * gpu.compute_bytes + 4 * 4
         loss = logit_bytes * logits
@@ -105,7 +109,7 @@ def memory_gb(
         "gradients": 4 * total,
         "optimizer": 4 * states / gpus,
         "copies": copies,
-        "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recompute, fp8),
+        "activations": tokens * _activation_bytes(model, gpu.compute_bytes, recipe, fp8),
         "loss": loss if fp8 == "none" else max(loss, tokens * _LAST_LAYER_BYTES * model.dim),
     }
     scratch = max(4 * matrices + head_gradient, _update_bytes(model))
@@ -120,7 +124,7 @@ def _update_bytes(model: ModelConfig) -> float:
     return _STACK_COPIES * 4 * max(stack_length(count, size) * size for count, size in kinds)
 
 
-def _activation_bytes(model: ModelConfig, item: int, recompute: bool, fp8: Fp8) -> int:
+def _activation_bytes(model: ModelConfig, item: int, recipe: Recipe, fp8: Fp8) -> int:
     """For one token; `item` is the size of one activation in bytes."""
     dim, kv_dim = model.dim, model.kv_heads * model.head_dim
     values = sum(model.has_value_embedding(layer) for layer in range(model.depth)) * kv_dim
@@ -134,40 +138,43 @@ def _activation_bytes(model: ModelConfig, item: int, recompute: bool, fp8: Fp8) 
     if fp8 not in ("none", "mlp"):
         stream, normed = 2 * dim, 0
         fp8_bytes += dim
-        if model.fused_rope and model.fused_qkv:  # and rotated in place, where head_dim is a power of two
-            queries_keys_values = dim + 2 * kv_dim
-            values = 0 if model.sparse_tables else values
+        queries_keys_values = dim + 2 * kv_dim  # rotated in place
+        values = 0 if recipe.sparse_tables else values
     layer = item * (stream + normed + attention_out + queries_keys_values + hidden) + fp8_bytes
     layer += 4 * (
         model.heads + model.heads + model.kv_heads + 2
     )  # fp32: attention's log-sum-exp, the norms' scales
     around = 3 * dim * item  # the embedding, its norm, the last norm's input
-    if recompute:
+    if recipe.recompute:
         return around + item * (model.depth * 2 * dim + kv_dim) + layer
     return around + item * values + model.depth * layer
 
 
-def largest_batch(model: ModelConfig, gpu: Gpu, gpus: int = 1, recompute: bool = False) -> int:
+def largest_batch(model: ModelConfig, gpu: Gpu, gpus: int = 1, recipe: Recipe = DEFAULT_RECIPE) -> int:
     """The largest power of two of rows that fits, 0 when not even one does."""
     rows = 0
-    while rows < _MAX_ROWS and _fits(model, max(2 * rows, 1), gpu, gpus, recompute):
+    while rows < _MAX_ROWS and _fits(model, max(2 * rows, 1), gpu, gpus, recipe):
         rows = max(2 * rows, 1)
     return rows
 
 
 def deepest(
-    gpu: Gpu | str, gpus: int = 1, vocab_size: int = 32768, context: int = 2048, recompute: bool = False
+    gpu: Gpu | str,
+    gpus: int = 1,
+    vocab_size: int = 32768,
+    context: int = 2048,
+    recipe: Recipe = DEFAULT_RECIPE,
 ) -> int:
     """The largest depth that trains with one row at a time, 0 when none does."""
     gpu = named_gpu(gpu) if isinstance(gpu, str) else gpu
     depth = 0
-    while depth < _MAX_DEPTH and _fits(scale_model(depth + 1, vocab_size, context), 1, gpu, gpus, recompute):
+    while depth < _MAX_DEPTH and _fits(scale_model(depth + 1, vocab_size, context), 1, gpu, gpus, recipe):
         depth += 1
     return depth
 
 
-def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recompute: bool) -> bool:
-    total = sum(memory_gb(model, rows, gpu, gpus, recompute).values())
+def _fits(model: ModelConfig, rows: int, gpu: Gpu, gpus: int, recipe: Recipe) -> bool:
+    total = sum(memory_gb(model, rows, gpu, gpus, recipe).values())
     if gpu.device == "cuda":
         total += _update_bytes(model) / 2**30
     return total <= _USABLE[gpu.device] * (gpu.memory_gb - _RESERVE_GB)

@@ -18,6 +18,7 @@ import torch
 
 from nanorun.config import Config, ModelConfig, scale_model
 from nanorun.hardware import Gpu, find_gpu
+from nanorun.model.fast.recipe import DEFAULT_RECIPE, Recipe
 from nanorun.model.gpt import build
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -35,10 +36,12 @@ _PROBE_MAX_WIDTH = 1024  # wider matmuls are no faster
 _PROBE_MAX_VOCAB = 32_768
 
 
-def expected_mfu(model: ModelConfig, gpu: Gpu, gpus: int, results: Path) -> tuple[float, str]:
+def expected_mfu(
+    model: ModelConfig, gpu: Gpu, gpus: int, results: Path, recipe: Recipe = DEFAULT_RECIPE
+) -> tuple[float, str]:
     mfu, source = gpu.mfu, f"assumed for {gpu.name}"
     speed = _width_factor(model.dim)
-    fp8 = chosen_fp8(model, gpu)
+    fp8 = chosen_fp8(model, gpu, recipe)
     measured = measured_mfu(gpu, model.depth, results, fp8) or measured_mfu(gpu, model.depth, results)
     if measured is not None:
         mfu, depth, source = measured
@@ -119,7 +122,7 @@ def _probe_size(model: ModelConfig, rows: int) -> tuple[ModelConfig, int]:
     if model.dim > _PROBE_MAX_WIDTH:
         heads = max(_PROBE_MAX_WIDTH // model.head_dim, 1)
         model = replace(model, dim=heads * model.head_dim, heads=heads, kv_heads=heads)
-    model = replace(model, vocab_size=min(model.vocab_size, _PROBE_MAX_VOCAB), recompute=False)
+    model = replace(model, vocab_size=min(model.vocab_size, _PROBE_MAX_VOCAB))
 
     def flops() -> float:
         return rows * model.context * model.flops_per_token

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import checkpoint, compiling, hardware, home
+from nanorun import checkpoint, hardware, home
 from nanorun.config import Backend, Config, Dtype, Horizon, largest_divisor, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
@@ -23,9 +23,12 @@ from nanorun.data.vocabulary import build_sample
 from nanorun.errors import UserError, describe_json_error
 from nanorun.evals.bpb import bpb_evaluator
 from nanorun.infer.plain import generate
+from nanorun.model import compiling
 from nanorun.model.attention import choose_backends
+from nanorun.model.fast import precompile
+from nanorun.model.fast.path import FastPath, recompute_blocks, unsupported
+from nanorun.model.fast.recipe import DEFAULT_RECIPE, Recipe, resolve
 from nanorun.model.gpt import GPT, build
-from nanorun.model.kernels import ahead, fp8
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
 from nanorun.plan import display, estimate, memory
@@ -33,13 +36,13 @@ from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import loop
+from nanorun.train.graphed import GraphedMicroStep
 from nanorun.train.guard import LossScaler
-from nanorun.train.micro import Replayed
 from nanorun.train.track import Tracker, require
 
 
 @dataclass(frozen=True)
-class Options:
+class BaseOptions:
     """What `train base` can be told beyond the configuration: how to run, not what to learn."""
 
     name: str | None = None
@@ -49,6 +52,7 @@ class Options:
     dtype: Dtype = "auto"
     compile: bool = True  # on CUDA
     graphs: bool = True  # with it: micro-steps replayed as a CUDA graph
+    recipe: Recipe | None = None  # None: the checkpoint's, or the default
     deterministic: bool = False
     track: str | None = None
     samples: int = 10
@@ -95,19 +99,16 @@ def read_config(path: Path) -> Config:
         ) from error
 
 
-def override(config: Config, model: dict[str, Any], train: dict[str, Any], **names: str | None) -> Config:
-    """A configuration from a file, with what was given beside it. Derived values stay as the file has them."""
+def override(config: Config, train: dict[str, Any], **names: str | None) -> Config:
+    """A configuration from a file, with the given values changed. Derived values stay as the file has them."""
 
     def given(changes: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in changes.items() if value is not None}
 
-    config = replace(
-        config, model=replace(config.model, **given(model)), train=replace(config.train, **given(train))
-    )
-    return replace(config, **given(names))
+    return replace(config, train=replace(config.train, **given(train)), **given(names))
 
 
-def train_base(config: Config, options: Options) -> dict[str, Any]:
+def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
     """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
     name = options.name or f"base-d{config.model.depth}"
     if config.kind != "base":
@@ -118,7 +119,7 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
         make_deterministic()
     machine = hardware.detect()
     choose_backends(config.model, torch.device(machine.device), options.backend)  # or say what is wrong
-    check_fp8(config, machine, options)
+    resolve_recipe(config, machine, options, None)
     open_dataset(config.data)
     check_vocabulary(config, open_tokenizer(config.tokenizer))
     if options.track:
@@ -149,10 +150,15 @@ def train_base(config: Config, options: Options) -> dict[str, Any]:
         return finish(training, options, planned)
 
 
-def make_plan(config: Config, options: Options) -> estimate.TrainingPlan:
+def make_plan(config: Config, options: BaseOptions) -> estimate.TrainingPlan:
     """What to expect of this run on this machine, with the validation text that is here."""
     there = estimate.validation_tokens(open_dataset(config.data), open_tokenizer(config.tokenizer))
-    return estimate.make_plan(config, device_batch=options.device_batch, validation_tokens=there)
+    return estimate.make_plan(
+        config,
+        device_batch=options.device_batch,
+        validation_tokens=there,
+        recipe=options.recipe or DEFAULT_RECIPE,
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class Parent:
 def train_within_memory(
     config: Config,
     run: Run,
-    options: Options,
+    options: BaseOptions,
     found: checkpoint.Checkpoint | None,
     material: Material | None = None,
     parent: Parent | None = None,
@@ -201,8 +207,8 @@ def train_within_memory(
         del training
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if ahead.recall():
-            say("out of memory beside helpers that compile; once more without them")
+        if precompile.stop():
+            say("out of memory beside processes that precompile kernels; trying again without them")
         else:
             say(f"out of memory with micro-batches of {rows} rows; going on with {rows // 2}")
             options = replace(options, device_batch=rows // 2)
@@ -229,7 +235,7 @@ class Interrupted(UserError):
 def assemble(
     config: Config,
     run: Run,
-    options: Options,
+    options: BaseOptions,
     found: checkpoint.Checkpoint | None,
     material: Material | None = None,
     parent: Parent | None = None,
@@ -245,20 +251,24 @@ def assemble(
     tokenizer = open_tokenizer(config.tokenizer)
     check_vocabulary(config, tokenizer)
     compiled = options.compile and device.type == "cuda"
-    check_fp8(config, machine, options)
     if compiled:
         compiling.share_triton_cache(device)
     flash_possible = options.backend in ("auto", "flash") and not config.model.document_mask
     if compiled and flash_possible and dtype == torch.bfloat16 and not options.deterministic:
-        ahead.send_ahead(config.model, device)
+        precompile.start(config.model, options.recipe or DEFAULT_RECIPE, device)
+    recipe = resolve_recipe(config, machine, options, found)
     backends = choose_backends(config.model, device, options.backend, dtype, compiled)
     model = build(config.model, device, dtype, backends, config.train.seed)
-    forward: Callable[..., Tensor] = compiling.compiled(model) if compiled else model
+    fast = fast_path(model, recipe)
+    if fast is None and recipe.recompute:
+        recompute_blocks(model)
+    plain: Callable[..., Tensor] = compiling.compiled(model) if compiled else model
+    forward = plain if fast is None else compiling.compiled(fast) if compiled else fast
     groups = group_parameters(model.named_parameters(), config.optim)
     optimizer = Optimizer(groups, config.optim, compiled=compiled)
 
     recorded = found.state.get("rows") if found is not None else None
-    rows = options.device_batch or recorded or memory.micro_batch_rows(config.model, machine)
+    rows = options.device_batch or recorded or memory.micro_batch_rows(config.model, machine, recipe)
     per_step = config.train.batch_tokens // config.model.context
     rows = largest_divisor(per_step, rows)
     material = material or text_material(config, tokenizer)
@@ -280,21 +290,24 @@ def assemble(
         forward,
         optimizer,
         loader,
-        bpb_evaluator(material.val, config.model, tokenizer, forward, device, rows, config.train.eval_tokens),
+        bpb_evaluator(material.val, config.model, tokenizer, plain, device, rows, config.train.eval_tokens),
         device,
         exam=material.exam,
         micro_steps=per_step // rows,
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
         scale=LossScaler(dtype == torch.float16),
         tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,
-        micro=Replayed(forward, optimizer.params) if compiled and options.graphs else None,
+        fast=fast,
+        graphed=GraphedMicroStep(forward, model, optimizer.params) if compiled and options.graphs else None,
+        recipe=recipe,
+        is_compiled=compiled,
     )
     if found is not None:
         loop.restore(training, found)
         run.rewind_metrics(found.step)
         say(f"going on with '{run.name}' from step {found.step} of {config.train.steps}")
     elif parent is not None:
-        loop.begin_from(training, parent.checkpoint, parent.warm)
+        loop.load_weights(training, parent.checkpoint, with_optimizer=parent.warm)
     return training
 
 
@@ -304,16 +317,25 @@ def text_material(config: Config, tokenizer: Tokenizer) -> Material:
     return Material(open_source(dataset, "train", tokenizer), order, open_source(dataset, "val", tokenizer))
 
 
-def check_fp8(config: Config, machine: hardware.Hardware, options: Options) -> None:
-    model = config.model
-    possible = hardware.compute_dtype(machine, options.dtype) == torch.bfloat16 and fp8.is_supported(
-        torch.device(machine.device)
+def resolve_recipe(
+    config: Config, machine: hardware.Hardware, options: BaseOptions, found: checkpoint.Checkpoint | None
+) -> Recipe:
+    """The recipe that was asked for, else that of the checkpoint, else the default, as this device runs it."""
+    wanted = options.recipe or (loop.recorded_recipe(found) if found is not None else DEFAULT_RECIPE)
+    dtype = hardware.compute_dtype(machine, options.dtype)
+    return resolve(
+        wanted, config.model, torch.device(machine.device), dtype, strict=options.recipe is not None
     )
-    if model.fp8 not in ("none", "auto") and not (possible and fp8.is_aligned(model.dim)):
-        raise UserError(
-            f"fp8 is '{model.fp8}', and 8-bit matmuls need an Ada, Hopper or newer GPU with Triton, bf16 and a width "
-            "that is a multiple of 16: train with fp8 'none' here."
-        )
+
+
+def fast_path(model: GPT, recipe: Recipe) -> FastPath | None:
+    """The fast path, where the recipe has anything for it and it supports the model; else the plain model trains."""
+    if recipe.is_plain:
+        return None
+    if names := unsupported(model.config, recipe):
+        say(f"training with the plain model: the fast path does not support {', '.join(names)}")
+        return None
+    return FastPath(model, recipe)
 
 
 def make_deterministic() -> None:
@@ -322,12 +344,14 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def finish(t: loop.Training, options: Options, planned: dict[str, Any]) -> dict[str, Any]:
+def finish(t: loop.Training, options: BaseOptions, planned: dict[str, Any]) -> dict[str, Any]:
     """The summary, the samples and the plot of a run that reached its end."""
     from nanorun.report.plots import plot_loss
 
     summary = summarize(t)
-    t.model.use_backend("sdpa")  # every length is another shape, which compiled kernels do not like
+    t.model.batch_attention.use_backend(
+        "sdpa"
+    )  # every length is another shape, which compiled kernels do not like
     summary["samples"] = sample(
         t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
     )
@@ -359,8 +383,8 @@ def summarize(t: loop.Training) -> dict[str, Any]:
         "tokens_per_s": speeds[len(speeds) // 2],
         "mfu": steps[-1]["mfu"],
         "peak_gib": steps[-1]["memory_gib"],
-        "fp8": t.model.config.fp8,
-        "products": loop.means(t)["products"],
+        "fp8": t.recipe.fp8,
+        "products": "quack" if t.recipe.uses_quack else "torch",
         "skipped_steps": sum(bool(r["skipped"]) for r in steps),
         "device": hardware.detect().name,
         "torch": torch.__version__,

@@ -1,12 +1,12 @@
-"""One training step, and the loop around it. Every stage (base, sft, rl) trains through here.
+"""One training step, and the loop around it. Every stage (base, SFT, RL) trains through here.
 
-    batches of this step  →  loss and gradients, micro-batch by micro-batch  →  update of the weights
-    (optimizer), unless loss or gradients look wrong (guard)  →  log, and when due: save, evaluate
+    batches of the step  →  forward and backward of each micro-batch  →  optimizer update, unless loss or gradients
+    look wrong (guard)  →  log, and when due: save, evaluate
 
-The loss of a step is the sum over its tokens divided by how many are trained in the whole step, over all
-micro-batches and ranks, so that cutting the step up differently changes nothing. The device is waited for
-once, at the end of a step, for its loss and gradient norm: whether the update counts is decided on the device,
-by limits that the guard sets before.
+The loss of a step is the sum over its tokens divided by the number of trained tokens of the whole step, over all
+micro-batches and ranks, so splitting the step differently changes nothing. The host waits for the device once a step,
+for its loss and gradient norm: whether the update is applied is decided on the device, by limits that the guard sets
+before.
 
 Reinforcement learning has a step of its own (rl.py), which ends in the same `update`; the loop is this one.
 """
@@ -25,20 +25,22 @@ from nanorun import checkpoint
 from nanorun.config import Config
 from nanorun.console import Progress, say
 from nanorun.data.loader import Batch, to_device
+from nanorun.model.fast.path import FastPath
+from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe
 from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.schedules import ScheduledHyperparameters
 from nanorun.runs import Run
+from nanorun.train.graphed import GraphedMicroStep
 from nanorun.train.guard import LossScaler, StepVerdict, StopSignals, ThroughputMonitor, TrainingGuard
-from nanorun.train.micro import Launched, Micro
 from nanorun.train.track import Tracker
 
 Kind = Literal["eval", "chat"]  # of what is measured on the way
 
 
-class Feed(AbstractContextManager[Any], Protocol):
-    """What steps learn from, one `next` after the other; another one goes on from its `state`."""
+class BatchSource(AbstractContextManager[Any], Protocol):
+    """What steps train on, one `next` after the other; another instance continues from its `state`."""
 
     @property
     def rows(self) -> int: ...  # of a micro-batch
@@ -66,14 +68,16 @@ class Exam:
 
 @dataclass
 class Training:
-    """Everything a run consists of. What `state` holds, and the weights, is all it needs to go on."""
+    """Everything a run consists of. A checkpoint of what `save` writes is all it needs to resume."""
 
     config: Config
     run: Run
     model: GPT
-    forward: Callable[..., Tensor]  # the model, compiled where that pays
+    forward: Callable[
+        ..., Tensor
+    ]  # the training loss: of the model or its fast path, compiled where that pays
     optimizer: Optimizer
-    loader: Feed
+    loader: BatchSource
     evaluate: Callable[[], Evaluation]
     device: torch.device
     exam: Exam | None = None
@@ -90,14 +94,13 @@ class Training:
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
     tracker: Tracker | None = None
-    micro: Micro | None = None  # forward and backward; None: launched kernel by kernel
+    fast: FastPath | None = None  # what `forward` computes; None: the plain model
+    graphed: GraphedMicroStep | None = None  # `forward` and backward as a CUDA graph
+    recipe: Recipe = PLAIN_RECIPE  # as resolved for this device
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         self.position = self.position or self.loader.state()
-
-    @property
-    def learn(self) -> Micro:
-        return self.micro or Launched(self.forward)
 
     def log(self, record: dict[str, Any]) -> None:
         self.run.log(record)
@@ -135,7 +138,7 @@ class Abandoned(Exception):
 
 
 def train_step(t: Training) -> Step:
-    """The whole of training, on one screen. Where epochs are counted, the last step may be a short one."""
+    """One step. Where epochs are counted, the last step may be a short one."""
     start = time.perf_counter()
     hyperparameters = schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
     batches: list[Batch] = list(islice(t.loader, t.micro_steps))
@@ -148,8 +151,13 @@ def train_step(t: Training) -> Step:
     for batch in batches:
         if t.stop():
             raise Abandoned
-        given = to_device(batch, t.device, t.config.model.document_mask)
-        total += t.learn(*given, trained, t.scale.scale)
+        tokens, targets, docs = to_device(batch, t.device, t.config.model.document_mask)
+        if t.graphed is not None:  # the two lines below, captured as a CUDA graph
+            loss = t.graphed(tokens, targets, docs, trained, t.scale.scale)
+        else:
+            loss = t.forward(tokens, targets, docs) / trained
+            (loss * t.scale.scale).backward()
+        total += loss.detach()
         t.pulse(batch.inputs.numel())
     loss_now, norm_now, verdict = update(t, total, hyperparameters)
     t.step += 1
@@ -168,8 +176,9 @@ def update(
     norm = t.optimizer.clip_grad_norm(t.config.optim.max_grad_norm, t.scale.scale)
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(hyperparameters, apply_update=(loss <= largest_loss) & (norm <= largest_norm))
-    t.optimizer.zero_grad(keep_buffers=t.learn.keeps_gradients)
-    t.model.renew()
+    t.optimizer.zero_grad(keep_buffers=t.graphed is not None)
+    if t.fast is not None:
+        t.fast.refresh()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
     overflow = t.scale.update(loss_now, norm_now)
@@ -279,7 +288,8 @@ def save(t: Training) -> None:
         "loader": t.position,
         "guard": t.guard.state_dict(),
         "scale": t.scale.state_dict(),
-        "means": means(t),
+        "recipe": t.recipe.to_dict(),
+        "numerics": numerics(t),
     }
     folder = t.run.checkpoints
     try:
@@ -297,44 +307,52 @@ def rng() -> dict[str, Tensor]:
 def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     """Weights, optimizer, random numbers and counters of a checkpoint. The loader is made from its state."""
     load_weights(t, found)
+    t.step = found.step
     checkpoint.restore_rng({n[4:]: s for n, s in found.optimizer.items() if n.startswith("rng.")})
     t.tokens, t.seconds = found.state["tokens"], found.state["seconds"]
     t.position = found.state["loader"]
     t.guard.load_state_dict(found.state["guard"])
     t.scale.load_state_dict(found.state["scale"])
-    before, now = found.state.get("means", {}), means(t)  # an older checkpoint does not say
-    known = (what for what in now if what in before)
-    other = [f"{what} was {before[what]} and is {now[what]}" for what in known if before[what] != now[what]]
-    if other:
-        say(f"it goes on by other means, and not bit for bit: {'; '.join(other)}")
+    warn_about_numerics(t, found.state)
 
 
-def means(t: Training) -> dict[str, str]:
-    """What rounding depends on beside the configuration."""
+def numerics(t: Training) -> dict[str, str]:
+    """What rounding depends on besides the configuration and the recipe."""
     cuda = t.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(t.device) if cuda else t.device.type,
         "torch": torch.__version__,
         "dtype": str(t.model.dtype).removeprefix("torch."),
-        "attention": ", ".join(sorted({layer.attention.backend for layer in t.model.layers()})),
-        "eight bits": t.model.config.fp8,
-        "products": "quack" if t.model.products else "torch",
-        "compiled": "no" if t.forward is t.model else "yes",
+        "attention": ", ".join(sorted(set(t.model.batch_attention.backends))),
+        "compiled": "yes" if t.is_compiled else "no",
     }
 
 
-def load_weights(t: Training, found: checkpoint.Checkpoint) -> None:
-    t.model.load_state_dict(found.model)
-    t.model.renew()
-    t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
-    t.step = found.step
+def warn_about_numerics(t: Training, state: Mapping[str, Any]) -> None:
+    """Logs when a resumed run computes otherwise than its checkpoint did: the losses are then not bit-identical."""
+    before = state.get("numerics", state.get("means", {})) | state.get("recipe", {})
+    now = numerics(t) | t.recipe.to_dict()
+    changed = [
+        f"{name} was {before[name]} and is {now[name]}"
+        for name in now
+        if before.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        say(f"resuming with different numerics: {'; '.join(changed)}")
 
 
-def begin_from(t: Training, found: checkpoint.Checkpoint, warm: bool) -> None:
-    """Another run's weights, for a new one; warm, what its optimizer has gathered about them, too."""
+def recorded_recipe(found: checkpoint.Checkpoint) -> Recipe:
+    """The recipe that a checkpoint was computed with. Earlier versions recorded only its FP8 mode."""
+    if "recipe" in found.state:
+        return Recipe.from_dict(found.state["recipe"])
+    return Recipe(fp8=found.state.get("means", {}).get("eight bits", "none"))
+
+
+def load_weights(t: Training, found: checkpoint.Checkpoint, with_optimizer: bool = True) -> None:
     t.model.load_state_dict(found.model)
-    t.model.renew()
-    if warm:
+    if t.fast is not None:
+        t.fast.refresh()
+    if with_optimizer:
         t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
 
 
@@ -348,6 +366,7 @@ def roll_back(t: Training) -> bool:
         f"step {t.step}: several bad steps in a row; back to the weights of step {found.step}, past this data"
     )
     load_weights(t, found)
+    t.step = found.step
     t.guard.load_rolled_back_state(found.state["guard"])
     t.run.rewind_metrics(found.step)
     return True

@@ -250,7 +250,6 @@ def forward_backward(
                 "The device runs out of memory with one reply at a time: choose a smaller --max-tokens."
             ) from error
     t.optimizer.zero_grad()
-    t.model.renew()
     if t.device.type == "cuda":
         torch.cuda.empty_cache()
     say(f"out of memory with {source.rows} replies per micro-batch; continuing with {source.rows // 2}")

@@ -92,9 +92,6 @@ def configure(
     defaults: dict[str, Any] = {"eval_every": 25, "save_every": 25, "save_minutes": 10.0, "seed": 0}
     config = replace(
         inherited,
-        model=replace(
-            inherited.model, fp8="none"
-        ),  # on-policy: train the same numbers that the engine samples
         optim=inherited.optim.fine_tuning(lr_fraction, warmdown=1.0),
         train=TrainConfig(steps=steps, batch_tokens=batch_tokens, **{**defaults, **(train or {})}),
         kind="rl",

@@ -27,12 +27,13 @@ from nanorun.errors import UserError
 from nanorun.evals.chat import ChatEvalOptions, chat_evaluator, open_tasks
 from nanorun.infer.load import newest_checkpoint
 from nanorun.model.attention import choose_backends
+from nanorun.model.fast.recipe import Recipe
 from nanorun.runs import Run, newest_run, read_config, read_metrics
 from nanorun.tasks.mixture import find_mixture, prepare_mixture
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import base, loop
-from nanorun.train.base import Interrupted, Material, Options, Parent
+from nanorun.train.base import BaseOptions, Interrupted, Material, Parent
 from nanorun.train.track import require
 
 LR_FRACTION = 0.8  # of the parent's learning rates
@@ -65,7 +66,7 @@ class SFTOptions:
             raise UserError("Give one of --steps and --epochs: each fixes the length of the run.")
 
 
-def train_sft(sft: SFTOptions, options: Options) -> dict[str, Any]:
+def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
     """Trains, or resumes; returns the summary that is also written to the run's folder."""
     if options.deterministic:
         base.make_deterministic()
@@ -109,6 +110,10 @@ def train_sft(sft: SFTOptions, options: Options) -> dict[str, Any]:
             summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
             return summary
         start = Parent(newest_checkpoint(parent), sft.warm) if found is None else None
+        if start is not None and options.recipe is None:
+            # So little text needs no FP8.
+            recompute = loop.recorded_recipe(start.checkpoint).recompute
+            options = replace(options, recipe=Recipe(fp8="none", recompute=recompute))
         training, finished = base.train_within_memory(config, run, options, found, material, start)
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
@@ -127,7 +132,7 @@ def default_name(parent: str, mixture: str) -> str:
 def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
     """The run's configuration: the parent's, with the batch size, learning rates and length of this stage."""
     context = sft.context or parent.model.context
-    # The sliding windows stay as they were. So little text needs no FP8.
+    # The sliding windows stay as they were.
     short_window = parent.model.short_window or -(-parent.model.context // 4 // 128) * 128
     rows, steps = training_length(parent, sft, material, context)
     train = replace(
@@ -145,7 +150,7 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
     lr_fraction *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
     return replace(
         parent,
-        model=replace(parent.model, context=context, short_window=short_window, fp8="none"),
+        model=replace(parent.model, context=context, short_window=short_window),
         optim=parent.optim.fine_tuning(lr_fraction, WARMDOWN),
         train=train,
         kind="sft",

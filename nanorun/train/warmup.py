@@ -17,7 +17,7 @@ from nanorun.runs import Run
 from nanorun.train import base, loop
 
 
-def warm_up(config: Config, options: base.Options) -> dict[str, Any]:
+def warm_up(config: Config, options: base.BaseOptions) -> dict[str, Any]:
     """Seconds until the first step is done, the second, and an evaluation of one batch."""
     begin = time.perf_counter()
     config = replace(config, train=replace(config.train, eval_tokens=1))

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from nanorun.config import scale_model
+from nanorun.infer.frozen import Matrix, quantize
 from nanorun.infer.kernels import attention, linear
 from nanorun.infer.kernels.attention import Heads, Split
 from nanorun.infer.kernels.linear import Tile
 from nanorun.infer.kernels.step import decode_step, plain_step, tune
 from nanorun.infer.kernels.weights import RingCache, Scratch, decode_weights
-from nanorun.infer.weights import Matrix, quantize
 from nanorun.model.gpt import build
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -7,11 +7,14 @@ import torch
 
 from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import attend, choose_backends
+from nanorun.model.fast.loss import fused_chunk_loss
+from nanorun.model.fast.path import FastPath
+from nanorun.model.fast.recipe import Recipe, resolve
 from nanorun.model.gpt import build
 from nanorun.model.kernels import flash, rope_norm
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
 from nanorun.model.kernels.softcap_loss import softcap_loss
-from nanorun.model.loss import _chunk_loss, chunked_loss, plain_loss
+from nanorun.model.loss import chunk_loss, chunked_loss, plain_loss
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -85,7 +88,7 @@ def test_the_loss_kernel_agrees_with_float64_row_by_row(vocab, dtype):
     size, padded = vocab
     logits = (torch.randn(65, padded, device="cuda") * 6).to(dtype)
     targets = torch.randint(-1, size, (65,), device="cuda")
-    losses, gradient = _chunk_loss(logits.double(), targets, 15.0, size, fused=False, with_gradient=True)
+    losses, gradient = chunk_loss(logits.double(), targets, 15.0, size, True)
     fast = softcap_loss(logits, targets, 15.0, size, True)
     rounding = 1e-5 if dtype == torch.float32 else 5e-3
     assert relative_error(fast, losses) < rounding
@@ -104,7 +107,7 @@ def test_the_compiled_chunked_loss_agrees_with_float64(rows, fused):
     low = x.detach().bfloat16().requires_grad_()
     exact = [low.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
     fast = torch.compile(chunked_loss, dynamic=False, fullgraph=True)(
-        low, weight, targets, 15.0, 1000, "sum", 512, fused
+        low, weight, targets, 15.0, 1000, "sum", 512, fused_chunk_loss if fused else chunk_loss
     )
     truth = plain_loss(exact[0], exact[1], targets, 15.0, 1000)
     fast.backward()
@@ -124,7 +127,8 @@ def test_the_compiled_model_trains_as_the_plain_one_does_and_never_recompiles():
         fast = kind == "fast"
         ways = backends if fast else ("plain",) * 4
         model = build(config, device, torch.bfloat16 if fast else torch.float32, ways, seed=3)
-        forward = torch.compile(model, dynamic=False, fullgraph=True) if fast else model
+        path = FastPath(model, resolve(Recipe(fp8="none"), config, device, torch.bfloat16)) if fast else None
+        forward = model if path is None else torch.compile(path, dynamic=False, fullgraph=True)
         optim = replace(OptimConfig(), warmup_steps=5)
         optimizer = Optimizer(group_parameters(model.named_parameters(), optim), optim, compiled=fast)
         seen = []
@@ -135,7 +139,8 @@ def test_the_compiled_model_trains_as_the_plain_one_does_and_never_recompiles():
             loss.backward()
             optimizer.step(schedules.scheduled_hyperparameters(step, 20, optim))
             optimizer.zero_grad()
-            model.renew()
+            if path is not None:
+                path.refresh()
             seen.append(loss.item())
             if fast and step == 10:
                 compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]

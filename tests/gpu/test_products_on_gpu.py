@@ -7,8 +7,9 @@ import torch
 from near import relative_error as relative
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels import fp8, gemm, layers8, relu2, residual_norm
-from nanorun.model.kernels.stream import Stream
+from nanorun.model.fast import layers
+from nanorun.model.fast.layers import ResidualStream
+from nanorun.model.kernels import fp8, gemm, relu2, residual_norm
 
 CUDA = torch.device("cuda")
 SHAPES = [(256, 128, 512), (1040, 768, 3072), (32_768, 768, 3072), (2064, 1280, 5120), (1001, 768, 2304)]
@@ -122,8 +123,8 @@ def test_an_mlp_with_relu2_in_its_products_learns_as_one_without(tokens):
         copies = [fp8.Fp8Weight(*weight.shape, pingpong=pingpong).to(CUDA) for weight in weights]
         for copy, weight in zip(copies, weights, strict=True):
             copy.requantize(weight)
-        compiled = torch.compile(layers8.norm_mlp, dynamic=False, fullgraph=True)
-        _, y = compiled(Stream(inputs[0]), *copies, *inputs[1:], fused)
+        compiled = torch.compile(layers.norm_mlp, dynamic=False, fullgraph=True)
+        y = compiled(ResidualStream(inputs[0]), *copies, *inputs[1:], fused, None).delta
         y.backward(dy)
         return [y.detach(), *(each.grad for each in inputs)]
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 from near import assert_gradients_near, normed, relative_error
 
-from nanorun.compiling import compiled
 from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
+from nanorun.model.compiling import compiled
+from nanorun.model.fast.layers import ResidualStream
+from nanorun.model.fast.path import FastPath
+from nanorun.model.fast.recipe import Recipe, resolve
 from nanorun.model.gpt import build
 from nanorun.model.kernels import fp8, residual_norm
-from nanorun.model.kernels.stream import Stream
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -40,9 +42,9 @@ def drawn(shape, adds, mixes):
         1:
     ]  # as of a parameter: not aligned
     mixing = (start, scale, share) if mixes else (None, None, None)
-    given = Stream(x, y if adds else None, *mixing)
+    given = ResidualStream(x, y if adds else None, *mixing)
     exact = (each if each is None else each.bfloat16().double().requires_grad_() for each in given[:5])
-    return given, Stream(*exact)
+    return given, ResidualStream(*exact)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -51,7 +53,7 @@ def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mix
     given, exact = drawn(shape, adds, mixes)
     for _ in range(3):  # a thread that read too early would not do so each time
         s, q, qt, unit, inverse = residual_norm.residual_norm_quantize(*given[:5])
-        assert relative_error(s, exact.settled()) < 2.5e-3
+        assert relative_error(s, exact.materialize()) < 2.5e-3
         torch.testing.assert_close(
             inverse.double(), (s.double().square().mean(1) + NORM_EPSILON).rsqrt(), rtol=1e-5, atol=0
         )
@@ -67,13 +69,13 @@ def test_what_is_pending_is_added_and_normed_as_float64_does_it(shape, adds, mix
 @pytest.mark.parametrize("kept", [None, 0, 12])
 def test_gradients_of_all_that_is_added_agree_with_float64(shape, adds, mixes, kept):
     given, exact = drawn(shape, adds, mixes)
-    truth = exact.settled()
+    truth = exact.materialize()
     s = truth.detach().bfloat16()
     inverse = (s.double().square().mean(1) + NORM_EPSILON).rsqrt().float()
     dn = draw(*shape, seed=5, size=20.0)
     dfirst = None if kept is None else draw(shape[0], kept, seed=6, size=50.0)
     ds = draw(*shape, seed=7) + given.x / 3  # so that sums over all of it are no mere chance
-    ds = ds if given.start is None else ds + given.start / 3
+    ds = ds if given.x0 is None else ds + given.x0 / 3
     n = normed(truth)
     loss = (n * dn.double()).sum() + (truth * ds.double()).sum()
     if dfirst is not None:
@@ -86,11 +88,12 @@ def test_gradients_of_all_that_is_added_agree_with_float64(shape, adds, mixes, k
     assert torch.equal(dx, again)
 
 
-def trained(steps=8, **changes):
+def trained(recipe, steps=8, **changes):
     """Losses of a small compiled model on one batch."""
     config = scale_model(2, 1000, context=512, dim=256, heads=2, kv_heads=2, short_window=128, **changes)
     model = build(config, CUDA, torch.bfloat16, choose_backends(config, CUDA), seed=3)
-    forward = compiled(model)
+    path = FastPath(model, resolve(recipe, config, CUDA, torch.bfloat16))
+    forward = compiled(path)
     optim = replace(OptimConfig(), warmup_steps=5)
     optimizer = Optimizer(group_parameters(model.named_parameters(), optim), optim, compiled=True)
     dice = torch.Generator("cuda").manual_seed(1)
@@ -101,14 +104,17 @@ def trained(steps=8, **changes):
         loss.backward()
         optimizer.step(schedules.scheduled_hyperparameters(step, steps, optim))
         optimizer.zero_grad()
-        model.renew()
+        path.refresh()
         losses.append(loss.item())
     return losses
 
 
-@pytest.mark.parametrize("changes", [{}, {"residual_scalars": False}, {"recompute": True}], ids=str)
-def test_a_compiled_model_learns_as_one_that_adds_at_once(changes):
-    fused, apart = trained(fp8="all", **changes), trained(fp8="all", fused_stream=False, **changes)
+@pytest.mark.parametrize(
+    ("recompute", "changes"), [(False, {}), (False, {"residual_scalars": False}), (True, {})], ids=str
+)
+def test_a_compiled_model_learns_as_one_that_adds_at_once(recompute, changes):
+    recipes = [Recipe(fp8="all", recompute=recompute, fused_add_norm=way) for way in (True, False)]
+    fused, apart = (trained(recipe, **changes) for recipe in recipes)
     # Only the first steps: then rounding is amplified (Adam makes full steps of gradients that are zero at first).
     assert fused[:3] == pytest.approx(apart[:3], abs=0.02)
     assert fused[-1] == pytest.approx(apart[-1], abs=0.2)

@@ -8,7 +8,7 @@ from small_home import make_home, small
 
 from nanorun.runs import read_metrics
 from nanorun.train import base, loop
-from nanorun.train.base import Options
+from nanorun.train.base import BaseOptions
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def test_sixteen_bits_learn_as_fp32_does(world, monkeypatch, dtype):
     monkeypatch.setenv("NANORUN_HOME", str(world))
     losses = {}
     for kind in ("fp32", dtype):
-        options = Options(name=f"as-{kind}", fresh=True, dtype=kind, samples=2, compile=kind != "fp32")
+        options = BaseOptions(name=f"as-{kind}", fresh=True, dtype=kind, samples=2, compile=kind != "fp32")
         summary = base.train_base(small(30), options)
         losses[kind] = [r["loss"] for r in read_metrics(world / "runs" / f"as-{kind}") if r["kind"] == "step"]
         assert summary["samples"][0]["text"]
@@ -37,20 +37,22 @@ def test_a_bad_step_is_skipped_on_the_device_without_a_wait(world, monkeypatch, 
     monkeypatch.setenv("NANORUN_HOME", str(world))
     config = small()
     with base.Run.open(f"skips-{graphs}", config.to_dict(), fresh=True) as run:
-        t = base.assemble(config, run, Options(graphs=graphs), None)
+        t = base.assemble(config, run, BaseOptions(graphs=graphs), None)
         with t.loader:
             for _ in range(4):  # of one micro-batch each: by then it is recorded
                 loop.train_step(t)
-            assert (getattr(t.learn, "graph", None) is not None) == graphs
+            assert (t.graphed is not None and t.graphed.graph is not None) == graphs
             before = [p.detach().clone() for p in t.model.parameters()]
             with torch.no_grad():
                 t.model.head.weight.mul_(float("nan"))
-            t.model.renew()
+            if t.fast is not None:
+                t.fast.refresh()
             assert loop.train_step(t).verdict == "skip"
             with torch.no_grad():
                 head = next(p for name, p in zip(names(t), before, strict=True) if name == "head.weight")
                 t.model.head.weight.copy_(head)
-            t.model.renew()
+            if t.fast is not None:
+                t.fast.refresh()
             assert all(torch.equal(p, q) for p, q in zip(t.model.parameters(), before, strict=True))
             assert loop.train_step(t).verdict == "ok"
 

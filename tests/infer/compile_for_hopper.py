@@ -26,10 +26,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from nanorun.config import scale_model
+from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.settle import settle
 from nanorun.infer.kernels.step import decode_step, tune
 from nanorun.infer.kernels.weights import DecodeWeights, RingCache
-from nanorun.infer.weights import Matrix
 
 META = torch.device("meta")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

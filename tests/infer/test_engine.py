@@ -13,9 +13,9 @@ from nanorun.config import scale_model
 from nanorun.infer import forward, plain
 from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
+from nanorun.infer.frozen import freeze
 from nanorun.infer.sampling import SamplingFeatures
 from nanorun.infer.step import CapturedGraph, DecodeRow, Stepper
-from nanorun.infer.weights import Weights
 
 GREEDY = Sampling(temperature=0)
 
@@ -223,8 +223,8 @@ def test_rows_that_fill_up_a_batch_disturb_nobody():
     model = grown(shape("all"))
     expected = plain.generate(model, [[3, 1, 4]], 20, temperature=0)[0]
     cache = Cache(model.config, 2, CPU, torch.float32)
-    stepper = Stepper(forward.plain(Weights.of(model), cache), cache, model.config.context)
-    forward.prefill(Weights.of(model), cache, [1], [[3, 1]], [0])
+    stepper = Stepper(forward.plain(freeze(model), cache), cache, model.config.context)
+    forward.prefill(freeze(model), cache, [1], [[3, 1]], [0])
     stepper.write_rows([DecodeRow(1, 2, 4, [0, 0], [0.0, 1.0, 0.0, 1.0])])
     batches = [[1], [1, cache.scratch], [cache.scratch, 1, cache.scratch]]
     found = [

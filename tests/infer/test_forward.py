@@ -9,7 +9,7 @@ from small_models import CPU, SHAPES, VOCAB, grown, shape
 from nanorun.config import scale_model
 from nanorun.infer.cache import SLACK, Cache
 from nanorun.infer.forward import decode, prefill
-from nanorun.infer.weights import Weights, quantize
+from nanorun.infer.frozen import freeze, quantize
 
 
 def close(got, expected):
@@ -22,7 +22,7 @@ def setting(name, slots=3, slack=SLACK, seed=0):
     tokens = torch.randint(0, VOCAB, (config.context,), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         expected = model.logits(tokens[None])[0]
-    return Weights.of(model), Cache(config, slots, CPU, torch.float32, slack), tokens, expected
+    return freeze(model), Cache(config, slots, CPU, torch.float32, slack), tokens, expected
 
 
 def decode_from(weights, cache, slot, tokens, expected, start, stop=None):
@@ -78,7 +78,7 @@ def test_texts_of_other_lengths_are_read_and_decoded_beside_each_other(name):
 
 def test_rings_wrap_around_many_times():
     config = scale_model(3, VOCAB, 700, dim=32, heads=2, kv_heads=2, windows="S", short_window=5)
-    weights, cache = Weights.of(grown(config)), Cache(config, 1, CPU, torch.float32, slack=3)
+    weights, cache = freeze(grown(config)), Cache(config, 1, CPU, torch.float32, slack=3)
     assert cache.lengths == [8, 8, 700]
     tokens = torch.randint(0, VOCAB, (700,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -99,13 +99,13 @@ def test_a_bound_on_the_lengths_changes_nothing():
 def test_weights_are_a_copy_that_can_be_renewed_in_place():
     config = shape("all")
     model, other = grown(config, 0), grown(config, 5)
-    weights = Weights.of(model)
+    weights = freeze(model)
     places = [tensor.data_ptr() for tensor in weights.tensors()]
     model.load_state_dict(other.state_dict())
-    assert not torch.equal(weights.head.weight, Weights.of(other).head.weight)
+    assert not torch.equal(weights.head.matrix.weight, freeze(other).head.matrix.weight)
     weights.load(model)
     assert [tensor.data_ptr() for tensor in weights.tensors()] == places
-    for mine, its in zip(weights.tensors(), Weights.of(other).tensors(), strict=True):
+    for mine, its in zip(weights.tensors(), freeze(other).tensors(), strict=True):
         assert torch.equal(mine, its)
 
 
@@ -119,7 +119,7 @@ def test_int8_is_off_by_half_a_step_at_most_and_a_quarter_of_the_bytes():
     assert matrix.scale is not None
     assert ((matrix.weight * matrix.scale[:, None] - weight).abs() <= 0.5001 * matrix.scale[:, None]).all()
     model = grown(shape("all"))
-    full, narrow = Weights.of(model), Weights.of(model, int8=True)
+    full, narrow = freeze(model), freeze(model, int8=True)
     assert narrow.bytes_per_step < 0.3 * full.bytes_per_step
 
 
@@ -129,7 +129,7 @@ def test_int8_says_nearly_the_same_of_a_learned_text(parrot, tokenizer):
     ids = torch.tensor([tokenizer.bos, *tokenizer.encode(TEXT * 3)])
     bits = []
     for int8 in (False, True):
-        weights = Weights.of(parrot, int8=int8)
+        weights = freeze(parrot, int8=int8)
         cache = Cache(parrot.config, 1, CPU, torch.float32)
         logits = decode(weights, cache, torch.zeros_like(ids), ids, torch.arange(len(ids)))
         loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])

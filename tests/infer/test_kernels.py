@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from nanorun.config import ModelConfig
+from nanorun.infer.frozen import Matrix, quantize
 from nanorun.infer.kernels import attention, elementwise, embed, linear, settle
 from nanorun.infer.kernels.attention import Heads, Split
 from nanorun.infer.kernels.language import HAVE_TRITON, triton
 from nanorun.infer.kernels.linear import Tile
 from nanorun.infer.kernels.step import decode_step, plain_step, tune
 from nanorun.infer.kernels.weights import RingCache, decode_weights
-from nanorun.infer.weights import Matrix, quantize
 from nanorun.model.gpt import build
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

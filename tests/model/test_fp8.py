@@ -10,14 +10,18 @@ import torch.nn.functional as F
 from near import assert_values_are_added, normed, relative_error
 
 from nanorun.config import NORM_EPSILON, scale_model
-from nanorun.model.gpt import GPT, Means
-from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
+from nanorun.model.fast.loss import fp8_loss
+from nanorun.model.fast.path import FastPath, unsupported
+from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe, consistent
+from nanorun.model.gpt import GPT
+from nanorun.model.loss import IGNORE, plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.kernels import fp8, layers8, relu2, residual_norm, rope_norm
+from nanorun.model.fast import layers
+from nanorun.model.fast.layers import ResidualStream
+from nanorun.model.kernels import fp8, relu2, residual_norm, rope_norm
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
 from nanorun.model.kernels.softcap_loss import softcap_loss_fp8
-from nanorun.model.kernels.stream import Stream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ODD = [(33, 32), (130, 144), (1, 16), (257, 48)]  # more than a tile, less than one, no multiple of 16
@@ -146,7 +150,7 @@ def test_the_mlp_agrees_with_float64_forward_and_backward(shape, looked_at):
     up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
     down = draw(width, 4 * width, seed=2, size=0.1).requires_grad_()
     above = draw(1, rows, width, seed=3, size=1e-7)
-    _, fast = layers8.norm_mlp(Stream(x), copied(up), copied(down), up, down)
+    fast = layers.norm_mlp(ResidualStream(x), copied(up), copied(down), up, down, False, None).delta
     (fast.float() * above).sum().backward()
     exact = [t.detach().double().requires_grad_() for t in (x, up, down)]
     truth = F.linear(F.relu(F.linear(normed(exact[0]), exact[1])).square(), exact[2])
@@ -154,21 +158,6 @@ def test_the_mlp_agrees_with_float64_forward_and_backward(shape, looked_at):
     assert relative_error(fast, truth) < 0.08
     for one, other in zip((x, up, down), exact, strict=True):
         assert relative_error(one.grad, other.grad) < 0.13
-
-
-@pytest.mark.parametrize("kept", [0, 12])
-def test_stacked_matrices_behind_a_norm_agree_with_float64(kept):
-    x = draw(3, 11, 32, dtype=torch.bfloat16, size=3.0).requires_grad_()
-    weights = [draw(n, 32, seed=n).requires_grad_() for n in (64, 32, 16)]
-    above, above_first = draw(3, 11, 112, seed=3, size=1e-7), draw(3, 11, kept, seed=4, size=1e-6)
-    fast, first = layers8.norm_linear(x, copied(*weights), weights, kept)
-    ((fast.float() * above).sum() + (first.float() * above_first).sum()).backward()
-    exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
-    truth = F.linear(normed(exact[0]), torch.cat(exact[1:]))
-    ((truth * above).sum() + (normed(exact[0])[..., :kept] * above_first).sum()).backward()
-    assert relative_error(fast, truth) < 0.05
-    for one, other in zip((x, *weights), exact, strict=True):
-        assert relative_error(one.grad, other.grad) < 0.1
 
 
 @pytest.mark.parametrize("shape", [(2, 33, 2, 2, 32), (1, 70, 4, 2, 16), (3, 5, 2, 1, 64)], ids=str)
@@ -181,7 +170,9 @@ def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles,
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    _, *fast = layers8.norm_heads(Stream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
+    _, *fast = layers.norm_qkv_rope(
+        ResidualStream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
+    )
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])
     mixed = F.linear(n, torch.cat(exact[1:]))
@@ -198,7 +189,7 @@ def test_eight_bit_queries_keys_and_values_agree_with_float64(shape, own_angles,
 
 @pytest.mark.parametrize("shape", [(2, 33, 2, 2, 32), (1, 70, 4, 2, 16), (3, 5, 2, 1, 64)], ids=str)
 def test_values_added_on_the_way_agree_with_float64(shape):
-    assert_values_are_added(layers8.norm_heads, draw, copied, shape)
+    assert_values_are_added(layers.norm_qkv_rope, draw, copied, shape)
 
 
 def test_the_bound_on_gradients_of_queries_and_keys_holds_for_a_tiny_head():
@@ -274,12 +265,12 @@ def test_the_gradient_of_logits_agrees_with_float64_both_ways(sizes):
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_loss_with_its_head_in_eight_bits_agrees_with_float64(chunk, piece, exact, monkeypatch):
     if piece is not None:
-        monkeypatch.setattr("nanorun.model.loss.PIECE_LOGITS", piece * 128)
+        monkeypatch.setattr("nanorun.model.fast.loss.SLICE_LOGITS", piece * 128)
     x = normed(draw(2, 50, 64)).bfloat16().requires_grad_()
     weight = draw(128, 64, seed=1, size=0.2).requires_grad_()
     targets = torch.randint(-1, 100, (2, 50), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     wide = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
-    fast = 0.37 * chunked_loss(x, weight, targets, 15.0, 100, "sum", chunk, True, copied(weight), exact)
+    fast = 0.37 * fp8_loss(x, weight, targets, copied(weight), 15.0, 100, exact, chunk)
     truth = 0.37 * plain_loss(wide[0], wide[1], targets, 15.0, 100)
     fast.backward()
     truth.backward()
@@ -294,16 +285,27 @@ def small(**changes):
     return replace(config, **changes)
 
 
-def built(config, eight_bits=True, products=False):
+def built(config, recipe=PLAIN_RECIPE):
+    """The plain model, or its fast path."""
     torch.manual_seed(0)
-    model = GPT(config, dtype=torch.bfloat16, means=Means(True, eight_bits, products=products)).to(DEVICE)
+    model = GPT(config, dtype=torch.bfloat16).to(DEVICE)
     model.init_weights()
     with torch.no_grad():
         for block in model.layers():  # zero at first, so that nothing behind them would be tested
             torch.nn.init.normal_(block.attention.out.weight, std=0.1)
             torch.nn.init.normal_(block.mlp.down.weight, std=0.1)
-    model.renew()
-    return model
+    return model if recipe == PLAIN_RECIPE else FastPath(model, recipe)
+
+
+def recipe_with(**changes):
+    """FP8 without quack and without gradients that accumulate in place, unless changed."""
+    usual = {"pingpong": False, "fused_relu2": False, "fused_residual": False, "sparse_tables": False}
+    return consistent(Recipe(**{"fp8": "all", **usual, **changes}))
+
+
+def parameters_of(path):
+    """By name, of the plain model or of the model inside a fast path."""
+    return dict((path.model if isinstance(path, FastPath) else path).named_parameters())
 
 
 def rows_of_text(rows=2):
@@ -311,33 +313,46 @@ def rows_of_text(rows=2):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-@pytest.mark.parametrize("fp8_field", ["mlp", "layers", "head", "all"])
+@pytest.mark.parametrize("fp8_mode", ["mlp", "layers", "head", "all"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_model_in_eight_bits_has_nearly_the_loss_and_gradients_of_one_in_sixteen(fp8_field, recompute):
-    plain, eight = built(small(), False), built(small(fp8=fp8_field, recompute=recompute))
-    losses = [model(*rows_of_text()) for model in (plain, eight)]
+def test_the_fast_path_in_fp8_has_nearly_the_loss_and_gradients_of_the_plain_model(fp8_mode, recompute):
+    plain, fast = built(small()), built(small(), recipe_with(fp8=fp8_mode, recompute=recompute))
+    losses = [path(*rows_of_text()) for path in (plain, fast)]
     for loss in losses:
         (loss / 64).backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=2e-3)
     assert losses[0].item() != losses[1].item()
-    truth = dict(plain.named_parameters())
-    for name, param in eight.named_parameters():
+    truth = parameters_of(plain)
+    for name, param in parameters_of(fast).items():
         if param.dim() == 2 and "gate" not in name:
             assert relative_error(param.grad, truth[name].grad) < 0.3, name
-    with torch.no_grad():
-        assert eight(*rows_of_text()) == plain(*rows_of_text()), "evaluation is in sixteen bits"
-    assert plain.state_dict().keys() == eight.state_dict().keys()
 
 
-def test_the_copies_follow_the_weights_when_renewed():
-    model = built(small(fp8="all"))
-    before = model(*rows_of_text()).item()
+def test_fp8_weights_follow_the_weights_when_refreshed():
+    path = built(small(), recipe_with())
+    before = path(*rows_of_text()).item()
     with torch.no_grad():
-        for param in model.parameters():
+        for param in path.model.parameters():
             param.mul_(1.5)
-    stale = model(*rows_of_text()).item()
-    model.renew()
-    assert len({before, stale, model(*rows_of_text()).item()}) == 3
+    stale = path(*rows_of_text()).item()
+    path.refresh()
+    assert len({before, stale, path(*rows_of_text()).item()}) == 3
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipe_with(sparse_tables=True), recipe_with(fp8="none", sparse_tables=True)]
+)
+def test_gradients_of_tables_that_accumulate_in_place_are_those_of_autograd_and_restart_at_zero(recipe):
+    paths = [built(small(), replace(recipe, sparse_tables=way)) for way in (False, True)]
+    for path in paths:
+        for _ in range(2):
+            path(*rows_of_text()).backward()
+    truth = parameters_of(paths[0])
+    for name, param in parameters_of(paths[1]).items():
+        if "embed" in name:
+            assert relative_error(param.grad, truth[name].grad) < 0.02, name
+    paths[1].refresh()
+    assert paths[1].model.embed.weight.grad.eq(0).all()
 
 
 def assert_compiled_gives_the_same(model, other, times=2):
@@ -349,23 +364,25 @@ def assert_compiled_gives_the_same(model, other, times=2):
         for loss in losses:
             loss.backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
-    truth = dict(model.named_parameters())
-    for name, param in other.named_parameters():
+    truth = parameters_of(model)
+    for name, param in parameters_of(other).items():
         assert (param.grad - truth[name].grad).norm() <= 0.02 * truth[name].grad.norm(), name
 
 
 def test_compiled_it_is_one_graph_and_gives_the_same():
-    assert_compiled_gives_the_same(built(small(fp8="all")), built(small(fp8="all")))
+    assert_compiled_gives_the_same(built(small(), recipe_with()), built(small(), recipe_with()))
 
 
-ENDINGS = ("pingpong", "fused_relu2", "fused_residual")
+EPILOGUES = ("pingpong", "fused_relu2", "fused_residual")
 
 
-def with_endings(chosen=ENDINGS, **changes):
+def five_layers(**changes):
     sizes = {"context": 32, "dim": 64, "heads": 2, "kv_heads": 2, "short_window": 16}
-    return replace(
-        scale_model(5, 128, **sizes), **{"fp8": "all", **{e: e in chosen for e in ENDINGS}, **changes}
-    )
+    return replace(scale_model(5, 128, **sizes), **changes)
+
+
+def recipe_of(chosen=EPILOGUES, **changes):
+    return recipe_with(**{name: name in chosen for name in EPILOGUES}, **changes)
 
 
 def needs_products():
@@ -373,49 +390,53 @@ def needs_products():
         pytest.skip("quack's products are for Hopper, and a package (pip install nanorun[flash])")
 
 
-def gradients(model):
-    (model(*rows_of_text()) / 64).backward()
-    return {name: param.grad.double() for name, param in model.named_parameters()}
+def gradients(path):
+    (path(*rows_of_text()) / 64).backward()
+    return {name: param.grad.double() for name, param in parameters_of(path).items()}
 
 
 @pytest.mark.parametrize(
-    ("chosen", "changes", "adds"),
+    ("chosen", "recipe", "config", "fused_residual"),
     [
-        (("pingpong",), {}, False),
-        (("fused_relu2",), {}, False),
-        (("fused_residual",), {}, True),
-        (ENDINGS, {}, True),
-        (ENDINGS, {"recompute": True}, True),
-        (ENDINGS, {"kv_heads": 1, "vocab_size": 100}, True),
-        (ENDINGS, {"residual_scalars": False}, True),
-        (("fused_residual",), {"residual_scalars": False}, True),
-        (ENDINGS, {"dim": 96}, False),  # heads of 48, which the kernel for rotary positions does not take
-        (ENDINGS, {"fused_rope": False}, False),
-        (ENDINGS, {"fused_stream": False}, False),
-        (ENDINGS, {"fp8": "mlp"}, False),
+        (("pingpong",), {}, {}, False),
+        (("fused_relu2",), {}, {}, False),
+        (("fused_residual",), {}, {}, True),
+        (EPILOGUES, {}, {}, True),
+        (EPILOGUES, {"recompute": True}, {}, True),
+        (EPILOGUES, {}, {"kv_heads": 1, "vocab_size": 100}, True),
+        (EPILOGUES, {}, {"residual_scalars": False}, True),
+        (("fused_residual",), {}, {"residual_scalars": False}, True),
+        (EPILOGUES, {"fused_rope": False}, {}, False),
+        (EPILOGUES, {"fused_add_norm": False}, {}, False),
+        (EPILOGUES, {"fp8": "mlp"}, {}, False),
     ],
     ids=str,
 )
-def test_a_model_whose_products_do_more_learns_as_one_whose_do_not(chosen, changes, adds):
+def test_gemms_with_epilogues_train_as_those_without(chosen, recipe, config, fused_residual):
     needs_products()
-    exact_model = built(with_endings(**changes), eight_bits=False)
-    model = built(with_endings(chosen, **changes), products=True)
-    assert model.adds == adds
-    assert model.layers()[0].mlp.fused_relu2 == ("fused_relu2" in chosen)
-    assert model.layers()[0].mlp.up8.pingpong == ("pingpong" in chosen)
-    truth, together = gradients(exact_model), gradients(model)
-    apart = gradients(built(with_endings((), **changes)))
+    model = five_layers(**config)
+    path = built(model, recipe_of(chosen, **recipe))
+    assert path.recipe.fused_residual == fused_residual
+    assert path.recipe.fused_relu2 == ("fused_relu2" in chosen)
+    assert path.up8[0].pingpong == ("pingpong" in chosen)
+    truth, together = gradients(built(model)), gradients(path)
+    apart = gradients(built(model, recipe_of((), **recipe)))
     for name, exact in truth.items():
         if exact.numel() > 1:  # a single number's error says nothing
             size = exact.norm()
             usual = (apart[name] - exact).norm()
             chance = 0.02 if exact.numel() > 64 else 0.3  # of a few numbers, each a sum that all but cancels
             assert (together[name] - exact).norm() <= 1.3 * usual + chance * size, name
-    with torch.no_grad():
-        assert model(*rows_of_text()) == exact_model(*rows_of_text()), "evaluation is without them"
 
 
-def test_compiled_a_model_whose_products_do_more_is_one_graph_and_gives_the_same():
+def test_compiled_a_path_with_epilogues_is_one_graph_and_gives_the_same():
     needs_products()
-    models = [built(with_endings(), products=True) for _ in range(2)]
-    assert_compiled_gives_the_same(*models, times=1)
+    assert_compiled_gives_the_same(*(built(five_layers(), recipe_of()) for _ in range(2)), times=1)
+
+
+def test_a_model_that_the_kernels_do_not_take_is_rejected_by_name():
+    assert unsupported(five_layers(), recipe_of()) == []
+    assert unsupported(five_layers(dim=96), recipe_of()) == ["heads=2"], "heads of 48"
+    assert unsupported(five_layers(softcap=0.0), recipe_of()) == ["softcap=0.0"]
+    with pytest.raises(ValueError, match="heads=2"):
+        built(five_layers(dim=96), recipe_of())

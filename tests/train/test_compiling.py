@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanorun.compiling import compiled
+from nanorun.model.compiling import compiled
 
 DEEP = 40
 

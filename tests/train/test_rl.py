@@ -437,5 +437,4 @@ def test_the_config_is_one_that_every_verb_reads(world):
     loaded = load_model("readable")
     config = loaded.config
     assert (loaded.run, loaded.step, config.kind) == ("readable", 4, "rl")
-    assert config.model.fp8 == "none", "the trainer computes what the engine sampled"
     assert RLConfig(**{**read_config("readable")["rl"], "tasks": ("echo",)}).parent == "echoes"

@@ -25,11 +25,13 @@ from nanorun.data.sources import open_source
 from nanorun.data.vocabulary import train_on
 from nanorun.errors import UserError
 from nanorun.evals.bpb import bpb_evaluator
+from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe
 from nanorun.model.gpt import build
 from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, loop
-from nanorun.train.base import Options, train_base
+from nanorun.train.base import BaseOptions, train_base
+from nanorun.train.loop import recorded_recipe
 from nanorun.train.warmup import warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,22 +79,42 @@ GOLDEN = [5.7032, 5.6801, 5.5894, 5.3908, 5.1895, 5.0567]
 def test_the_first_losses_of_a_tiny_fixed_run_are_golden(world):
     """A refactor reproduces these digit for digit on one machine; another CPU's rounding moves the third digit,
     since Adam makes full steps of gradients that are all but zero at first. A change of the recipe is meant to."""
-    train_base(tiny(6), Options(name="golden", fresh=True, samples=1))
+    train_base(tiny(6), BaseOptions(name="golden", fresh=True, samples=1))
     steps = [r for r in read_metrics(world / "runs" / "golden") if r["kind"] == "step"]
     assert [round(r["loss"], 4) for r in steps] == pytest.approx(GOLDEN, abs=5e-3)
 
 
-def test_a_run_older_than_eight_bits_goes_on_without_them():
+def test_implementation_choices_in_an_older_config_are_no_part_of_the_model():
     record = tiny().to_dict()
     assert Config.from_dict(record) == tiny()
-    for field in ("fp8", "sparse_tables", "fused_stream"):
-        del record["model"][field]
-    model = Config.from_dict(record).model
-    assert (model.fp8, model.sparse_tables, model.fused_stream) == ("none", False, False)
+    record["model"] |= {"fp8": "all", "sparse_tables": True, "fused_stream": False, "cast_once": False}
+    assert Config.from_dict(record) == tiny()
+
+
+def test_a_checkpoint_records_the_recipe_and_a_resume_that_differs_says_so(world, capsys):
+    train_base(tiny(3), BaseOptions(name="recipe", fresh=True, samples=1))
+    folder = world / "runs" / "recipe"
+    found = checkpoint.load_newest(folder / "checkpoints")
+    assert recorded_recipe(found) == PLAIN_RECIPE
+    state = next(folder.glob("checkpoints/000003/state.json"))
+    checkpoint.save(
+        folder / "checkpoints",
+        2,
+        found.model,
+        found.optimizer,
+        {**found.state, "step": 2, "recipe": {"fp8": "all"}, "numerics": {"device": "NVIDIA H200"}},
+    )
+    shutil.rmtree(state.parent)
+    (folder / "summary.json").unlink()
+    train_base(tiny(3), BaseOptions(name="recipe", samples=1))
+    said = capsys.readouterr().err
+    assert (
+        "resuming with different numerics: device was NVIDIA H200 and is cpu; fp8 was all and is none" in said
+    )
 
 
 def test_a_run_leaves_its_config_metrics_summary_samples_and_plot(world):
-    summary = train_base(tiny(), Options(name="whole", fresh=True, samples=2))
+    summary = train_base(tiny(), BaseOptions(name="whole", fresh=True, samples=2))
     folder = world / "runs" / "whole"
     assert Config.from_dict(json.loads((folder / "config.json").read_text())) == tiny()
     records = list(read_metrics(folder))
@@ -106,27 +128,27 @@ def test_a_run_leaves_its_config_metrics_summary_samples_and_plot(world):
 
 
 def test_a_finished_run_is_not_done_again_and_another_config_is_refused(world):
-    train_base(tiny(), Options(name="done", fresh=True, samples=1))
+    train_base(tiny(), BaseOptions(name="done", fresh=True, samples=1))
     before = (world / "runs" / "done" / "metrics.jsonl").read_bytes()
-    train_base(tiny(), Options(name="done", samples=1))
+    train_base(tiny(), BaseOptions(name="done", samples=1))
     assert (world / "runs" / "done" / "metrics.jsonl").read_bytes() == before
     with pytest.raises(UserError, match="seed"):
-        train_base(tiny(seed=5), Options(name="done"))
+        train_base(tiny(seed=5), BaseOptions(name="done"))
 
 
 def test_a_run_of_an_earlier_version_without_a_new_field_goes_on(world):
-    train_base(tiny(3), Options(name="older", fresh=True, samples=1))
+    train_base(tiny(3), BaseOptions(name="older", fresh=True, samples=1))
     path = world / "runs" / "older" / "config.json"
     config = json.loads(path.read_text())
-    del config["model"]["fused_qkv"]
+    del config["model"]["backout"]
     path.write_text(json.dumps(config))
-    train_base(tiny(3), Options(name="older", samples=1))
+    train_base(tiny(3), BaseOptions(name="older", samples=1))
     with pytest.raises(UserError, match=r"--config \S+config.json gives them all"):
-        train_base(tiny(4), Options(name="older"))
+        train_base(tiny(4), BaseOptions(name="older"))
 
 
 def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
-    straight = train_base(tiny(4), Options(name="unasked", fresh=True, device_batch=2, samples=1))
+    straight = train_base(tiny(4), BaseOptions(name="unasked", fresh=True, device_batch=2, samples=1))
     t = assembled(tiny(4), "asked", rows=2)
     seen = 0
 
@@ -142,7 +164,7 @@ def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
         with pytest.raises(loop.Abandoned):
             loop.train_step(t)
         loop.save(t)
-    summary = train_base(tiny(4), Options(name="asked", device_batch=2, samples=1))
+    summary = train_base(tiny(4), BaseOptions(name="asked", device_batch=2, samples=1))
     assert summary["val_loss"] == straight["val_loss"]
     one, other = final_weights(world, "unasked"), final_weights(world, "asked")
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -155,7 +177,7 @@ def test_a_run_that_goes_on_by_other_means_says_so(world, capsys, backend, said)
     with t.loader, t.run:
         loop.train_step(t)
         loop.save(t)
-    train_base(tiny(2), Options(name=name, device_batch=2, samples=1, backend=backend))
+    train_base(tiny(2), BaseOptions(name=name, device_batch=2, samples=1, backend=backend))
     heard = capsys.readouterr().err
     assert "going on" in heard
     assert (f"by other means, and not bit for bit: {said}\n" in heard) if said else ("means" not in heard)
@@ -169,7 +191,9 @@ def test_samples_begin_as_validation_documents_do_from_token_shards_too(world):
     tokenize_dataset(text, tokenizer, name="tokens")
     config = tiny(2)
     both = [
-        train_base(replace(config, data=data), Options(name=f"from-{data}", fresh=True, samples=3))["samples"]
+        train_base(replace(config, data=data), BaseOptions(name=f"from-{data}", fresh=True, samples=3))[
+            "samples"
+        ]
         for data in ("sample", "tokens")
     ]
     assert [s["prompt"] for s in both[0]] == [s["prompt"] for s in both[1]]
@@ -179,7 +203,7 @@ def test_samples_begin_as_validation_documents_do_from_token_shards_too(world):
 def test_how_a_step_is_cut_up_changes_only_rounding(world):
     losses = []
     for rows in (8, 4, 1):
-        train_base(tiny(4), Options(name=f"rows{rows}", fresh=True, device_batch=rows, samples=1))
+        train_base(tiny(4), BaseOptions(name=f"rows{rows}", fresh=True, device_batch=rows, samples=1))
         records = read_metrics(world / "runs" / f"rows{rows}")
         losses.append([r["loss"] for r in records if r["kind"] == "step"])
     assert losses[1][:3] == pytest.approx(losses[0][:3], rel=1e-4)
@@ -242,12 +266,12 @@ def test_a_signal_saves_and_the_same_command_goes_on(world, which):
 
 def test_a_truncated_newest_checkpoint_is_passed_over_with_a_word(world, capsys):
     config = tiny()
-    train_base(config, Options(name="straight", fresh=True, samples=1))
-    train_base(config, Options(name="broken", fresh=True, samples=1))
+    train_base(config, BaseOptions(name="straight", fresh=True, samples=1))
+    train_base(config, BaseOptions(name="broken", fresh=True, samples=1))
     newest = max((world / "runs" / "broken" / "checkpoints").glob("0*")) / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-10])
     (world / "runs" / "broken" / "summary.json").unlink()
-    train_base(config, Options(name="broken", samples=1))
+    train_base(config, BaseOptions(name="broken", samples=1))
     said = capsys.readouterr().err
     assert "000012 is damaged" in said
     assert "from step 9" in said
@@ -256,24 +280,24 @@ def test_a_truncated_newest_checkpoint_is_passed_over_with_a_word(world, capsys)
 
 
 def test_killed_between_saving_and_evaluating_it_evaluates_when_it_goes_on(world):
-    whole = train_base(tiny(), Options(name="unjudged", fresh=True, samples=1))
+    whole = train_base(tiny(), BaseOptions(name="unjudged", fresh=True, samples=1))
     folder = world / "runs" / "unjudged"
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["kind"] == "eval"
     (folder / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     (folder / "summary.json").unlink()
-    again = train_base(tiny(), Options(name="unjudged", samples=1))
+    again = train_base(tiny(), BaseOptions(name="unjudged", samples=1))
     assert again["val_bpb"] == whole["val_bpb"]
     assert [r["step"] for r in read_metrics(folder) if r["kind"] == "eval"] == [6, 12]
 
 
 def test_killed_before_the_first_checkpoint_it_starts_over_with_clean_metrics(world):
     folder = world / "runs" / "early"
-    train_base(tiny(), Options(name="early", fresh=True, samples=1))
+    train_base(tiny(), BaseOptions(name="early", fresh=True, samples=1))
     for saved in list((folder / "checkpoints").iterdir()):
         shutil.rmtree(saved)
     (folder / "summary.json").unlink()
-    train_base(tiny(), Options(name="early", samples=1))
+    train_base(tiny(), BaseOptions(name="early", samples=1))
     assert [r["step"] for r in read_metrics(folder) if r["kind"] == "step"] == list(range(1, 13))
 
 
@@ -303,13 +327,13 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays_good(world, t
 
 def assembled(config: Config, name: str, rows: int = 8) -> loop.Training:
     run = Run.open(name, config.to_dict(), fresh=True)
-    return base.assemble(config, run, Options(device_batch=rows), None)
+    return base.assemble(config, run, BaseOptions(device_batch=rows), None)
 
 
 def test_fp16_with_a_scaled_loss_learns_as_fp32_does_and_goes_on_with_its_scale(world):
     losses = {}
     for dtype in ("fp32", "fp16"):
-        train_base(tiny(6), Options(name=dtype, fresh=True, dtype=dtype, samples=1))
+        train_base(tiny(6), BaseOptions(name=dtype, fresh=True, dtype=dtype, samples=1))
         losses[dtype] = [r["loss"] for r in read_metrics(world / "runs" / dtype) if r["kind"] == "step"]
     assert losses["fp16"][:3] == pytest.approx(losses["fp32"][:3], rel=5e-3)
     assert losses["fp16"][-1] < losses["fp16"][0] - 0.3
@@ -319,7 +343,9 @@ def test_fp16_with_a_scaled_loss_learns_as_fp32_does_and_goes_on_with_its_scale(
 
 def test_gradients_that_overflow_fp16_halve_the_scale_and_cost_one_step(world):
     config = tiny()
-    t = base.assemble(config, Run.open("overflow", config.to_dict(), fresh=True), Options(dtype="fp16"), None)
+    t = base.assemble(
+        config, Run.open("overflow", config.to_dict(), fresh=True), BaseOptions(dtype="fp16"), None
+    )
     t.scale.scale = 2.0**32
     with t.loader, t.run:
         verdicts = [loop.train_step(t).verdict for _ in range(24)]
@@ -366,7 +392,7 @@ def test_weights_that_are_not_numbers_are_never_saved(world, capsys):
 
 
 def test_out_of_memory_halves_the_micro_batch_and_goes_on(world, monkeypatch, capsys):
-    straight = train_base(tiny(), Options(name="roomy", fresh=True, device_batch=2, samples=1))
+    straight = train_base(tiny(), BaseOptions(name="roomy", fresh=True, device_batch=2, samples=1))
     to_device = loop.to_device
 
     def small_device(batch, *where):
@@ -375,7 +401,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(world, monkeypatch, ca
         return to_device(batch, *where)
 
     monkeypatch.setattr(loop, "to_device", small_device)
-    summary = train_base(tiny(), Options(name="narrow", fresh=True, samples=1))
+    summary = train_base(tiny(), BaseOptions(name="narrow", fresh=True, samples=1))
     assert "going on with 2" in capsys.readouterr().err
     assert summary["val_bpb"] == straight["val_bpb"]
 
@@ -384,14 +410,14 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(world, monkeypatch, ca
 
     monkeypatch.setattr(loop, "to_device", no_device)
     with pytest.raises(UserError, match="one row at a time"):
-        train_base(tiny(), Options(name="hopeless", fresh=True, samples=1))
+        train_base(tiny(), BaseOptions(name="hopeless", fresh=True, samples=1))
 
 
 def test_documents_are_masked_in_training_and_in_evaluation_alike(world):
     plain = tiny(6)
     masked = replace(plain, model=replace(plain.model, document_mask=True))
     results = [
-        train_base(c, Options(name=n, fresh=True, samples=1))
+        train_base(c, BaseOptions(name=n, fresh=True, samples=1))
         for c, n in ((plain, "open"), (masked, "masked"))
     ]
     assert results[0]["val_bpb"] != results[1]["val_bpb"]
@@ -440,7 +466,7 @@ def test_the_tokenizer_of_the_run_must_be_the_one_that_is_here(world):
     other = replace(config, model=replace(config.model, vocab_size=301))
     assert open_tokenizer("sample").vocab_size == 300
     with pytest.raises(UserError, match="300 tokens and the run 301"):
-        train_base(other, Options(name="mismatch", fresh=True))
+        train_base(other, BaseOptions(name="mismatch", fresh=True))
 
 
 @pytest.mark.parametrize(
@@ -464,7 +490,7 @@ def test_what_cannot_be_trained_leaves_no_run_behind(world):
     wrong = [replace(tiny(), kind="sft"), replace(tiny(), model=replace(tiny().model, vocab_size=99))]
     for config, reason in zip(wrong, ("kind 'sft'", "99"), strict=True):
         with pytest.raises(UserError, match=reason):
-            train_base(config, Options(name="nothing"))
+            train_base(config, BaseOptions(name="nothing"))
         assert not (world / "runs" / "nothing").exists()
 
 
@@ -483,12 +509,12 @@ def test_an_evaluation_takes_exactly_as_many_tokens_as_asked_for_whatever_the_mi
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may have 8-bit matmuls")
 def test_a_run_in_eight_bits_is_refused_where_there_are_none(world):
-    with pytest.raises(UserError, match="8-bit"):
-        train_base(replace(tiny(), model=replace(tiny().model, fp8="all")), Options(name="eight"))
+    with pytest.raises(UserError, match="FP8"):
+        train_base(tiny(), BaseOptions(name="eight", recipe=Recipe(fp8="all")))
     assert not (world / "runs" / "eight").exists()
 
 
 def test_warming_up_takes_a_step_and_an_evaluation_and_leaves_no_run(world):
-    took = warm_up(tiny(), Options())
+    took = warm_up(tiny(), BaseOptions())
     assert took["assembled_s"] <= took["first_step_s"] > 0
     assert not (world / "runs" / "warmup").exists()

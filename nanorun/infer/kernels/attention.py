@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.language import dot_dtype, jit, let_next_start, tl, triton, wait_for_previous
 from nanorun.infer.kernels.linear import EPS, Tile, store_residual
-from nanorun.infer.weights import Matrix
 
 MOST_SCORE = 60.0  # e^60 · 2^17 keys is still far inside fp32 and bf16
 

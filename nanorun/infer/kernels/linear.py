@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
+from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.language import (
     dot_dtype,
     jit,
@@ -32,7 +33,6 @@ from nanorun.infer.kernels.language import (
     triton,
     wait_for_previous,
 )
-from nanorun.infer.weights import Matrix
 
 EPS = NORM_EPSILON
 Activation = Literal["none", "relu2", "softcap"]

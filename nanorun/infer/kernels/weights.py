@@ -1,18 +1,19 @@
 """What a decode step reads: the engine's weights as the kernels take them, the ring cache, and room to work in.
 
-Nothing is copied: matrices, tables and caches are those of infer/weights.py and infer/cache.py. Only the scalars
+Nothing is copied: matrices, tables and caches are those of infer/frozen.py and infer/cache.py. Only the scalars
 become Python numbers, since a step is captured for fixed weights.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nanorun.config import ModelConfig
+from nanorun.config import SMEAR_GATE_CHANNELS, ModelConfig
+from nanorun.infer.frozen import FrozenGPT, FrozenLinear, Matrix, freeze
 from nanorun.infer.kernels.attention import Heads
-from nanorun.infer.weights import Matrix, Weights
-from nanorun.model.gpt import GPT
+from nanorun.model.gpt import GPT, norm
 
 
 @dataclass(frozen=True)
@@ -45,32 +46,44 @@ class DecodeWeights:
         return plain + config.kv_heads * (layer in self.value_embeds)
 
     @staticmethod
-    def of(weights: Weights) -> "DecodeWeights":
-        config, layers = weights.config, weights.layers
-
-        mixing = weights.mixing.tolist() if weights.mixing is not None else [(1.0, 0.0)] * config.depth
-        values = {i: layer.value for i, layer in enumerate(layers) if layer.value is not None}
+    @torch.no_grad()
+    def of(model: FrozenGPT) -> "DecodeWeights":
+        config, dtype = model.config, model.dtype
+        layers = model.layers()
+        # The norm of an embedding depends on the token alone, and so does the gate of the smear.
+        embed = norm(model.embed.weight)
+        smear = None
+        if config.smear:
+            gate = model.smear_gate(embed[:, :SMEAR_GATE_CHANNELS])
+            smear = torch.sigmoid(gate) * model.smear_scale.to(dtype)
+        ones, zeros = [1.0] * config.depth, [0.0] * config.depth
         return DecodeWeights(
             config=config,
-            dtype=weights.dtype,
-            embed=weights.embed,
-            smear=weights.smear,
-            value_embeds={i: weights.values[:, at] for i, at in values.items() if weights.values is not None},
-            qkv=tuple(layer.qkv for layer in layers),
-            out=tuple(layer.out for layer in layers),
-            up=tuple(layer.up for layer in layers),
-            down=tuple(layer.down for layer in layers),
-            head=weights.head,
-            lambdas=tuple(row[0] for row in mixing),
-            mus=tuple(row[1] for row in mixing),
-            backout=float(weights.backout) if weights.backout is not None else 0.0,
-            cos=weights.cos,
-            sin=weights.sin,
+            dtype=dtype,
+            embed=embed,
+            smear=smear,
+            value_embeds={
+                int(i): cast(nn.Embedding, table).weight for i, table in model.value_embeds.items()
+            },
+            qkv=tuple(_matrix_of(block.attention.joined) for block in layers),
+            out=tuple(_matrix_of(block.attention.out) for block in layers),
+            up=tuple(_matrix_of(block.mlp.up) for block in layers),
+            down=tuple(_matrix_of(block.mlp.down) for block in layers),
+            head=_matrix_of(model.head),
+            lambdas=tuple(model.lambdas.tolist() if config.residual_scalars else ones),
+            mus=tuple(model.mus.tolist() if config.residual_scalars else zeros),
+            backout=float(model.backout_scale) if config.backout else 0.0,
+            cos=model.cos,
+            sin=model.sin,
         )
 
 
+def _matrix_of(module: nn.Module | None) -> Matrix:
+    return cast(FrozenLinear, module).matrix
+
+
 def decode_weights(model: GPT, dtype: torch.dtype, *, int8: bool = False) -> DecodeWeights:
-    return DecodeWeights.of(Weights.of(model, dtype, int8))
+    return DecodeWeights.of(freeze(model, dtype, int8))
 
 
 @dataclass(frozen=True)

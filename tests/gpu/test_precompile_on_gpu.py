@@ -21,16 +21,28 @@ flash.flash_attention(*qkv.split(6, dim=2), {window}).sum().backward()
 """
 
 
+PRECOMPILED = """
+from dataclasses import asdict
+from nanorun.config import scale_model
+from nanorun.model.fast import precompile
+config = scale_model(6, 1000, context=256, dim=256, heads=2, kv_heads=2, short_window=128)
+precompile.compile_kernels(asdict(config), {"fp8": "all"})
+"""
+
+
 A_FIRST_STEP = """
 import torch
 from nanorun.config import scale_model
 from nanorun.model.attention import choose_backends
+from nanorun.model.fast.path import FastPath
+from nanorun.model.fast.recipe import Recipe, resolve
 from nanorun.model.gpt import build
 cuda = torch.device("cuda")
-config = scale_model(6, 1000, context=256, dim=256, heads=2, kv_heads=2, short_window=128, fp8="all")
+config = scale_model(6, 1000, context=256, dim=256, heads=2, kv_heads=2, short_window=128)
 model = build(config, cuda, torch.bfloat16, choose_backends(config, cuda, compiled=False))
+path = FastPath(model, resolve(Recipe(fp8="all"), config, cuda, torch.bfloat16))
 tokens = torch.zeros(2, 256, device=cuda, dtype=torch.int32)
-(model(tokens, tokens.long()) / 512).backward()
+(path(tokens, tokens.long()) / 512).backward()
 """
 
 
@@ -48,7 +60,9 @@ def test_attention_is_found_both_ways(tmp_path, window):
     if not flash.is_supported(CUDA, 128):
         pytest.skip("FlashAttention-4 does not run here")
     model = AS_A_MODEL_DOES.format(window=window)
-    task = f"from nanorun.model.kernels import ahead; ahead.flash_task(6, 6, 128, 512, {window})"
+    task = (
+        f"from nanorun.model.fast import precompile; precompile.compile_attention(6, 6, 128, 512, {window})"
+    )
     first = run(task, tmp_path)
     checked = run(
         "import torch; from nanorun.model.kernels import flash; flash.is_supported(torch.device('cuda'), 128)",
@@ -61,8 +75,8 @@ def test_attention_is_found_both_ways(tmp_path, window):
 def test_products_are_found(tmp_path):
     if not gemm.is_supported(CUDA):
         pytest.skip("quack's products do not run here")
-    parts = "[ahead.products_task(part) for part in range(ahead.PRODUCT_PARTS)]"
-    first = run(f"from nanorun.model.kernels import ahead; {parts}", tmp_path)
+    parts = "[precompile.compile_gemms(part) for part in range(precompile.GEMM_PROCESSES)]"
+    first = run(f"from nanorun.model.fast import precompile; {parts}", tmp_path)
     found = run(
         "import torch; from nanorun.model.kernels import gemm; assert gemm.is_supported(torch.device('cuda'))",
         tmp_path,
@@ -74,8 +88,9 @@ def test_products_are_found(tmp_path):
 def test_our_own_kernels_are_found(tmp_path):
     if not gemm.is_supported(CUDA):
         pytest.skip("quack's products do not run here")
-    shape = "2, 2, 128, 256, 256, 1024, 1000, 1024"
-    first = run(f"from nanorun.model.kernels import ahead; ahead.kernels_task({shape})", tmp_path)
+    first = run(PRECOMPILED, tmp_path)
     found = run(A_FIRST_STEP, tmp_path)
     assert len(first) > 15
-    assert {name for name in found if name.endswith(".cubin")} == first
+    assert {name for name in found if name.endswith(".cubin")} == {
+        name for name in first if name.endswith(".cubin")
+    }

@@ -69,6 +69,6 @@ def describe_briefly() -> None:
 def source_digest() -> str:
     """A short name for the text of everything that goes into a compiled graph."""
     digest = hashlib.sha256()
-    for path in sorted((Path(__file__).parent / "model").rglob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanorun.compiling import compiled
 from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
+from nanorun.model.compiling import compiled
+from nanorun.model.fast.path import FastPath
+from nanorun.model.fast.recipe import Recipe, resolve
 from nanorun.model.gpt import build
 from nanorun.optim import schedules
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
-from nanorun.train.micro import Launched, Replayed
+from nanorun.train.graphed import GraphedMicroStep
 
 CUDA = torch.device("cuda")
 TOKENS = torch.randint(0, 500, (6, 4, 257), generator=torch.Generator().manual_seed(2))
@@ -25,15 +27,16 @@ def no_graphs_of_others():
     torch._dynamo.reset()
 
 
-def learn(steps, replayed, compile_it=True, **changes):
+def learn(steps, replayed, fp8="none"):
     """Losses and final weights of a tiny model: three micro-batches a step, the last step's of other rows."""
-    config = scale_model(2, 500, context=256, dim=128, heads=1, kv_heads=1, short_window=64, **changes)
-    backends = choose_backends(config, CUDA, compiled=compile_it)
+    config = scale_model(2, 500, context=256, dim=128, heads=1, kv_heads=1, short_window=64)
+    backends = choose_backends(config, CUDA)
     model = build(config, CUDA, torch.bfloat16, backends, seed=3)
-    forward = compiled(model) if compile_it else model
+    path = FastPath(model, resolve(Recipe(fp8=fp8), config, CUDA, torch.bfloat16))
+    forward = compiled(path)
     optim = replace(OptimConfig(), warmup_steps=2)
     optimizer = Optimizer(group_parameters(model.named_parameters(), optim), optim, compiled=False)
-    micro = Replayed(forward, optimizer.params) if replayed else Launched(forward)
+    graphed = GraphedMicroStep(forward, model, optimizer.params) if replayed else None
     losses = []
     for step in range(steps):
         rows = 2 if step == steps - 1 else 4
@@ -41,12 +44,18 @@ def learn(steps, replayed, compile_it=True, **changes):
         trained = sum(batch[:, 1:].numel() for batch in batches)
         total = torch.zeros((), device=CUDA)
         for batch in batches:
-            total += micro(batch[:, :-1].int(), batch[:, 1:], None, trained, 1.0)
+            inputs = batch[:, :-1].int(), batch[:, 1:]
+            if graphed is not None:
+                total += graphed(*inputs, None, trained, 1.0)
+            else:
+                loss = forward(*inputs) / trained
+                loss.backward()
+                total += loss.detach()
         optimizer.step(schedules.scheduled_hyperparameters(step, steps, optim))
-        optimizer.zero_grad(keep_buffers=micro.keeps_gradients)
-        model.renew()
+        optimizer.zero_grad(keep_buffers=replayed)
+        path.refresh()
         losses.append(total.item())
-    return losses, [p.detach().clone() for p in model.parameters()], micro
+    return losses, [p.detach().clone() for p in model.parameters()], graphed
 
 
 @pytest.fixture
@@ -56,33 +65,36 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-EIGHT_BITS = [{"fp8": "none"}, {"fp8": "all"}]
+FP8 = ["none", "all"]
 
 
-@pytest.mark.parametrize("changes", EIGHT_BITS, ids=str)
-def test_with_deterministic_algorithms_replayed_bits_are_the_launched_ones(changes, deterministic):
-    plain, weights, _ = learn(5, replayed=False, **changes)
-    again, replayed_weights, micro = learn(5, replayed=True, **changes)
-    assert micro.graph is not None
-    assert micro.launched == 2 + 3, "two before recording, three of another shape"
+@pytest.mark.parametrize("fp8", FP8)
+def test_with_deterministic_algorithms_replayed_bits_are_the_launched_ones(fp8, deterministic):
+    plain, weights, _ = learn(5, replayed=False, fp8=fp8)
+    again, replayed_weights, graphed = learn(5, replayed=True, fp8=fp8)
+    assert graphed.graph is not None
+    assert graphed.eager_steps == 2 + 3, "two before recording, three of another shape"
     assert again == plain
     assert all(torch.equal(one, other) for one, other in zip(weights, replayed_weights, strict=True))
 
 
-@pytest.mark.parametrize("changes", EIGHT_BITS, ids=str)
-def test_replayed_steps_learn_as_launched_ones_do(changes):
+@pytest.mark.parametrize("fp8", FP8)
+def test_replayed_steps_learn_as_launched_ones_do(fp8):
     """Not to the bit: gradients of embeddings are added in any order, and the first steps are steep."""
-    plain, _, _ = learn(6, replayed=False, **changes)
-    again, _, micro = learn(6, replayed=True, **changes)
-    assert micro.graph is not None
+    plain, _, _ = learn(6, replayed=False, fp8=fp8)
+    again, _, graphed = learn(6, replayed=True, fp8=fp8)
+    assert graphed.graph is not None
     assert again[0] == pytest.approx(plain[0], rel=1e-5), "before the first update"
     assert again == pytest.approx(plain, abs=0.1)
 
 
 UNRECORDABLE = """
 import torch
-from nanorun.train.micro import Replayed
+from nanorun.config import scale_model
+from nanorun.model.gpt import GPT
+from nanorun.train.graphed import GraphedMicroStep
 
+model = GPT(scale_model(1, 64, context=32))
 weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
 
 
@@ -91,12 +103,12 @@ def forward(inputs, targets):
     return (weight * inputs).sum() + 0 * targets.sum()
 
 
-micro = Replayed(forward, [weight])
+graphed = GraphedMicroStep(forward, model, [weight])
 inputs, targets = torch.tensor([1.0, 2.0, 3.0], device="cuda"), torch.zeros(1, device="cuda")
 for _ in range(4):
-    assert micro(inputs, targets, None, 2, 1.0).item() == 3.0
+    assert graphed(inputs, targets, None, 2, 1.0).item() == 3.0
 assert weight.grad.tolist() == [2.0, 4.0, 6.0]
-assert micro.graph is None and micro.launched == 4
+assert graphed.graph is None and graphed.eager_steps == 4
 assert torch.randn(5, device="cuda").isfinite().all()
 """
 

@@ -1,4 +1,4 @@
-"""Prints which kernels a first step of a model in eight bits launches, and which ones `ahead.kernels_task` does.
+"""Prints which kernels a first step in FP8 launches, and which ones `precompile.train_one_step` launches.
 
 Nothing is computed: launches are recorded, so this needs Triton but no GPU. A launch is the kernel's name and whatever
 a compiled kernel depends on.
@@ -6,7 +6,6 @@ a compiled kernel depends on.
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -15,8 +14,10 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from nanorun.config import scale_model
-from nanorun.model.gpt import GPT, Means
-from nanorun.model.kernels import ahead
+from nanorun.model.fast import precompile
+from nanorun.model.fast.path import FastPath
+from nanorun.model.fast.recipe import Recipe
+from nanorun.model.gpt import GPT
 
 seen: set[str] = set()
 
@@ -45,22 +46,23 @@ def launched(call) -> set[str]:
 
 def main() -> None:
     JITFunction.run = record
-    step, before = set(), set()
+    step, ahead = set(), set()
     for kv_heads, vocab, rows in ((2, 512, 4), (1, 500, 2)):
         sizes = {"context": 64, "dim": 256, "heads": 2, "kv_heads": kv_heads, "short_window": 32}
-        config = replace(scale_model(12, vocab, **sizes), fp8="all")
+        config, recipe = scale_model(12, vocab, **sizes), Recipe(fp8="all")
         tokens = torch.zeros(rows, 64, dtype=torch.int32)
 
-        def first_step(config=config, tokens=tokens) -> None:
-            model = GPT(config, dtype=torch.bfloat16, means=Means(True, True, None, True, True))
+        def first_step(config=config, tokens=tokens, recipe=recipe) -> None:
+            model = GPT(config, dtype=torch.bfloat16)
             model.init_weights()
-            (model(tokens, tokens.long()) / tokens.numel()).backward()
+            (FastPath(model, recipe)(tokens, tokens.long()) / tokens.numel()).backward()
 
         step |= launched(first_step)
-        shape = (config.heads, config.kv_heads, config.head_dim, config.context)
-        widths = (config.dim, config.mlp_ratio * config.dim, config.vocab_size, config.padded_vocab)
-        before |= launched(lambda given=(*shape, *widths): ahead.kernels_task(*given, device="cpu"))
-    print(json.dumps({"step": sorted(step), "ahead": sorted(before)}))
+        small = precompile.smaller(config)
+        ahead |= launched(
+            lambda small=small, recipe=recipe: precompile.train_one_step(small, recipe, torch.device("cpu"))
+        )
+    print(json.dumps({"step": sorted(step), "ahead": sorted(ahead)}))
 
 
 main()

@@ -1,0 +1,161 @@
+"""A copy of a model for inference: weights cast once, q, k and v joined, matrices in int8 where wanted.
+
+Training keeps fp32 master weights and casts them at every use. Decoding one token reads every weight once, so
+the time of a step is the time to read them, and a cast at every token would double it. `freeze` returns a `GPT`
+that runs the same trunk on weights in the compute dtype. Queries, keys, values and the gate of the value
+embedding are rows of one matrix a layer, hence one GEMM for the trunk; the fast decode step takes the gate's rows
+as well (infer/kernels/weights.py).
+
+`int8=True` stores matrices and head as int8 with one scale per output row: w ≈ scale · int8, symmetric. Half the
+bytes of bf16, so up to twice the speed where a step is bound by reading weights. Embeddings are only looked up and
+stay as they are. Gates and scalars are too few to matter. A weight is off by at most half a step of its row's
+scale; `bench infer --model` reports what that costs in bits per byte.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanorun.model.gpt import GPT, Attention, Linear
+
+ROW_MULTIPLE = 16  # the joined matrix is padded to a multiple of it: GPUs prefer aligned outputs
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """y = x Wᵀ, or y = (x Wᵀ)·scale where W is int8."""
+
+    weight: Tensor  # (outputs, inputs)
+    scale: Tensor | None = None  # (outputs,), fp32
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        weight = self.weight.to(dtype)
+        return weight if self.scale is None else weight * self.scale.to(dtype)[:, None]
+
+    @property
+    def bytes(self) -> int:
+        return self.weight.nbytes + (self.scale.nbytes if self.scale is not None else 0)
+
+
+class FrozenLinear(nn.Module):
+    """A projection by the first `outputs` rows of a matrix."""
+
+    def __init__(self, matrix: Matrix, outputs: int | None = None) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.outputs = matrix.weight.size(0) if outputs is None else outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, scale = self.matrix.weight[: self.outputs], self.matrix.scale
+        if scale is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight.to(x.dtype)) * scale[: self.outputs].to(x.dtype)
+
+
+class FrozenGPT(GPT):
+    """A `GPT` whose weights change only by `load`. Its matrices are `FrozenLinear`s."""
+
+    def __init__(self, model: GPT, dtype: torch.dtype, int8: bool) -> None:
+        with torch.device("meta"):
+            super().__init__(model.config, model.batch_attention.backends, dtype)
+        self.int8 = int8
+        tables = {
+            name: value.to(dtype, copy=True)
+            for name, value in model.state_dict().items()
+            if not name.startswith(("blocks.", "head."))
+        }
+        self.load_state_dict(tables, assign=True, strict=False)
+        self.cos, self.sin = model.cos.to(dtype, copy=True), model.sin.to(dtype, copy=True)
+        for mine, its in zip(self.layers(), model.layers(), strict=True):
+            attention = mine.attention
+            attention.joined = FrozenLinear(
+                _matrix(_joined(its.attention), dtype, int8),
+                sum(part.out_features for part in (attention.q, attention.k, attention.v)),
+            )
+            if its.attention.value_gate is not None:
+                gate = its.attention.value_gate.weight.to(dtype, copy=True)
+                attention.value_gate.load_state_dict({"weight": gate}, assign=True)  # type: ignore[union-attr]
+            attention.out = _frozen(its.attention.out, dtype, int8)
+            mine.mlp.up, mine.mlp.down = _frozen(its.mlp.up, dtype, int8), _frozen(its.mlp.down, dtype, int8)
+        self.head = _frozen(model.head, dtype, int8)
+        self.requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    def matrices(self) -> Iterator[Matrix]:
+        for module in self.modules():
+            if isinstance(module, FrozenLinear):
+                yield module.matrix
+
+    def tensors(self) -> Iterator[Tensor]:
+        for matrix in self.matrices():
+            yield matrix.weight
+            if matrix.scale is not None:
+                yield matrix.scale
+        yield from (p for p in self.parameters() if not p.is_meta)
+        yield from (self.cos, self.sin)
+
+    @property
+    def bytes(self) -> int:
+        """Everything, tables included."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    @property
+    def bytes_per_step(self) -> int:
+        """What a decode step reads whatever the batch: all matrices and the head."""
+        return sum(matrix.bytes for matrix in self.matrices())
+
+    @torch.no_grad()
+    def load(self, model: GPT) -> None:
+        """Takes the current weights of the model, in the same memory: captured CUDA graphs stay valid."""
+        for mine, new in zip(self.tensors(), freeze(model, self.dtype, self.int8).tensors(), strict=True):
+            mine.copy_(new)
+
+
+@torch.no_grad()
+def freeze(model: GPT, dtype: torch.dtype | None = None, int8: bool = False) -> FrozenGPT:
+    """A copy: further training of the model does not change it. The dtype is the model's unless another is named."""
+    return FrozenGPT(model, dtype or model.dtype, int8)
+
+
+def quantize(weight: Tensor) -> Matrix:
+    """Symmetric int8 with a scale per row."""
+    weight = weight.float()
+    scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127
+    return Matrix((weight / scale[:, None]).round().to(torch.int8), scale)
+
+
+@torch.no_grad()
+def rounded(model: GPT) -> GPT:
+    """The model with its matrices rounded to int8 and back, to measure what the rounding costs."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        if isinstance(module, Linear) and min(module.weight.shape) > 1:
+            matrix = quantize(module.weight)
+            module.weight.copy_(matrix.dense(module.weight.dtype))
+    return copied
+
+
+def _joined(attention: Attention) -> Tensor:
+    """Rows of q, k, v, then of the value gate (zero behind the channels it reads), then padding."""
+    rows = [attention.q.weight, attention.k.weight, attention.v.weight]
+    if attention.value_gate is not None:
+        gate = attention.value_gate.weight
+        rows.append(F.pad(gate, (0, rows[0].size(1) - gate.size(1))))
+    joined = torch.cat(rows)
+    return F.pad(joined, (0, 0, 0, -joined.size(0) % ROW_MULTIPLE))
+
+
+def _matrix(weight: Tensor, dtype: torch.dtype, int8: bool) -> Matrix:
+    return quantize(weight) if int8 else Matrix(weight.detach().to(dtype, copy=True))
+
+
+def _frozen(linear: Linear, dtype: torch.dtype, int8: bool) -> Linear:
+    frozen: nn.Module = FrozenLinear(_matrix(linear.weight, dtype, int8))
+    return frozen  # type: ignore[return-value]

@@ -1,0 +1,332 @@
+"""FP8 half-blocks: RMSNorm and the GEMMs that read it, with gradients written by hand.
+
+The input of an FP8 GEMM is quantized by the kernel that produces it (kernels/fp8), so a half-block begins with the
+norm of the residual stream, and its backward pass ends there.
+
+**The residual stream between half-blocks.** The compiler cannot fuse into our kernels, so x + delta would be one pass
+over memory and the norm after it another. `ResidualStream` therefore describes the sum λ·(x + delta) + μ·x0 without
+computing it, and the kernel that norms and quantizes for the next half-block computes it on the way (`fused_add_norm`).
+Where the GEMM that produces delta can add it in its epilogue (`fused_residual`), it stores the finished sum, which then
+travels as `value`, and only the norm is left to do. Autograd differentiates the same expression in all three cases:
+the function of the next half-block returns the gradients of x, delta, x0, λ and μ from one kernel
+(kernels/residual_norm), so that no sum of gradients is a pass of its own.
+
+The MLP keeps nothing of its hidden layer but h = relu(u)² in FP8, which the GEMM needs anyway: the slope is 2·√h
+(kernels/relu2), and a square root halves the relative error. Attention keeps queries, keys and values as attention
+reads them, in the one tensor that the GEMM wrote (kernels/rope_norm).
+
+Left in bf16: attention's output projection. Its input comes from attention, so quantizing it is a pass of its own,
+which at 768 wide costs what the faster GEMM gains.
+
+Shapes: N tokens, D width, F hidden width; H heads, K kv heads.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanorun.model.kernels import embedding_grad, fp8, gemm, opaque_to_dynamo, relu2, residual_norm, rope_norm
+
+
+class ResidualStream(NamedTuple):
+    """λ·(x + delta) + μ·x0, or as much of it as is given, not yet computed.
+
+    `value`, where it is given, is the result, computed by the epilogue of the GEMM that made delta. The storage of
+    delta then holds the sum as well; delta only connects the gradient.
+    """
+
+    x: Tensor  # (..., D)
+    delta: Tensor | None = None
+    x0: Tensor | None = None
+    lambda_: Tensor | None = None  # one number
+    mu: Tensor | None = None
+    value: Tensor | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        return self.delta is not None or self.x0 is not None
+
+    def materialize(self) -> Tensor:
+        """The sum, in plain PyTorch."""
+        assert self.value is None
+        x = self.x if self.delta is None else self.x + self.delta
+        if self.x0 is None or self.lambda_ is None or self.mu is None:
+            return x
+        return self.lambda_.to(x.dtype) * x + self.mu.to(x.dtype) * self.x0
+
+    def flatten(self) -> "ResidualStream":
+        flat = (each if each is None else each.flatten(0, -2) for each in (self.delta, self.x0, self.value))
+        delta, x0, value = flat
+        return ResidualStream(self.x.flatten(0, -2), delta, x0, self.lambda_, self.mu, value)
+
+
+class NextMix(NamedTuple):
+    """λ·(x + delta) + μ·x0 of the next block, for the epilogue that computes it ahead. Without gradients, which the
+    next half-block computes."""
+
+    x0: Tensor | None = None  # (..., D)
+    lambda_: Tensor | None = None  # rounded to the compute dtype as everywhere, in fp32
+    mu: Tensor | None = None
+
+
+def norm_mlp(
+    stream: ResidualStream,
+    up: fp8.Fp8Weight,
+    down: fp8.Fp8Weight,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    fused_relu2: bool,
+    next_mix: NextMix | None,
+) -> ResidualStream:
+    """x and delta = down(relu(up(norm(x)))²) for the stream's value x of shape (..., D). With `next_mix` the down
+    projection's epilogue computes the next block's input."""
+    x0, lambda_, mu = next_mix or NextMix()
+    s, y = _norm_mlp(
+        fused_relu2,
+        up.pingpong,
+        next_mix is not None,
+        None if x0 is None else x0.flatten(0, -2),
+        lambda_,
+        mu,
+        *stream.flatten(),
+        up_weight,
+        down_weight,
+        up.data,
+        up.data_t,
+        up.scale,
+        up.max_norms,
+        down.data,
+        down.data_t,
+        down.scale,
+        down.max_norms,
+    )
+    x = s.view(stream.x.shape) if stream.is_deferred else stream.x
+    delta = y.view(x.shape)
+    return ResidualStream(x, delta, value=delta.detach() if next_mix is not None else None)
+
+
+@opaque_to_dynamo
+def _norm_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _NormMLP.apply(*arguments)
+    return result
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fused_relu2: bool,
+        pingpong: bool,
+        fused_residual: bool,
+        next_x0: Tensor | None,
+        next_lambda: Tensor | None,
+        next_mu: Tensor | None,
+        x: Tensor,  # (N, D)
+        delta: Tensor | None,
+        x0: Tensor | None,
+        lambda_: Tensor | None,
+        mu: Tensor | None,
+        value: Tensor | None,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        up: Tensor,
+        up_columns: Tensor,
+        up_unit: Tensor,
+        up_longest: Tensor,
+        down: Tensor,
+        down_columns: Tensor,
+        down_unit: Tensor,
+        down_longest: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        s, n, nt, n_unit, inverse = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
+        ctx.fused_relu2, ctx.pingpong = fused_relu2, pingpong
+        if fused_relu2:
+            h, h_unit = gemm.gemm_fp8_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
+            kept = h
+        else:
+            u = gemm.gemm_fp8(n, up, n_unit, up_unit, x.dtype, pingpong)
+            h, kept, h_unit = relu2.quantize(u, up_longest, x.shape[1])
+        ctx.save_for_backward(
+            *(s, inverse, x0, lambda_, mu),
+            *(nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
+        )
+        if fused_residual:
+            y = gemm.gemm_fp8_residual(h, down, h_unit, down_unit, s, next_x0, next_lambda, next_mu)
+        else:
+            y = gemm.gemm_fp8(h, down, h_unit, down_unit, x.dtype, pingpong)
+        return residual_output(ctx, s), y
+
+    @staticmethod
+    def backward(ctx: Any, ds: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        s, inverse, x0, lambda_, mu, *rest = ctx.saved_tensors
+        nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = rest
+        dy = dy.contiguous()
+        largest = fp8.amax_and_row_norm(dy)
+        g, gt, g_unit = fp8.quantize(dy, largest, 0.0, fp8.E5M2)
+        dh = gemm.gemm_fp8(g, down_columns, g_unit, down_unit, s.dtype, ctx.pingpong)
+        if ctx.fused_relu2:
+            du, dut, du_unit, ht = relu2.backward_with_transpose(dh, kept, h_unit, largest, down_longest)
+        else:
+            ht = kept
+            du, dut, du_unit = relu2.backward(dh, ht, h_unit, largest, down_longest)
+        pairs = [gt, dut], [ht, nt], [g_unit, du_unit], [h_unit, n_unit]
+        dn, ddown, dup = gemm.gemm_fp8_grads(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong, *pairs)
+        before = stream_gradients(ctx, dn, s, inverse, ds, None, x0, lambda_, mu)
+        return *[None] * 6, *before, dup, ddown, *[None] * 8
+
+
+class GatedValues(NamedTuple):
+    """A value embedding: the token's row times the gate 3·sigmoid(w·first channels of the norm) is added to v."""
+
+    gate_weight: Tensor  # (K, channels)
+    table: Tensor  # (V, K·D)
+    table_grad: Tensor  # the buffer that gradients of the table accumulate in
+    tokens: Tensor  # (B, T)
+
+
+def norm_qkv_rope(
+    stream: ResidualStream,
+    qkv8: fp8.Fp8Weight,
+    weights: list[Tensor],
+    gate_channels: int,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    gain: float,
+    values: GatedValues | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For the stream's value x of shape (B, T, D): x, then q, k, v of norm(x) with rotary embedding, QK-norm and, with
+    `values`, the value embedding; and the first channels of norm(x), unquantized."""
+    arguments = (*stream.flatten(), qkv8.data, qkv8.data_t, qkv8.scale, cos, sin)
+    gate_weight, table, table_grad, tokens = values or (None, None, None, None)
+    gated = (gate_weight, table, table_grad, None if tokens is None else tokens.flatten())
+    s, q, k, v, first = _norm_qkv_rope(
+        *arguments, gate_channels, heads, kv_heads, gain, qkv8.pingpong, *gated, *weights
+    )
+    batch, time, width = stream.x.shape
+    x = s.view(batch, time, width) if stream.is_deferred else stream.x
+    q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
+    return x, q, k, v, first.view(batch, time, gate_channels)
+
+
+@opaque_to_dynamo
+def _norm_qkv_rope(*arguments: Any) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = _NormQkvRope.apply(*arguments)
+    return result
+
+
+class _NormQkvRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (N, D)
+        delta: Tensor | None,
+        x0: Tensor | None,
+        lambda_: Tensor | None,
+        mu: Tensor | None,
+        value: Tensor | None,
+        rows: Tensor,
+        columns: Tensor,
+        unit: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kept: int,
+        heads: int,
+        kv_heads: int,
+        gain: float,
+        pingpong: bool,
+        gate_weight: Tensor | None,
+        table: Tensor | None,
+        sums: Tensor | None,
+        words: Tensor | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        s, n, nt, n_unit, inverse = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
+        first, gate = first_channels(s, inverse, kept), None
+        if gate_weight is not None:
+            gate = 3 * torch.sigmoid(F.linear(first, gate_weight.to(first.dtype)))
+        qkv, inverses, steepest = rope_norm.gemm_rope_norm(
+            n, rows, n_unit, unit, x.dtype, pingpong, cos, sin, gate, table, words, heads, kv_heads, gain
+        )
+        ctx.save_for_backward(
+            *(s, inverse, x0, lambda_, mu),
+            *(nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest),
+            *(gate, gate_weight, table, sums, words),
+        )
+        ctx.heads, ctx.kv_heads, ctx.gain, ctx.pingpong = heads, kv_heads, gain, pingpong
+        ctx.outputs = [weight.shape[0] for weight in weights]
+        q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], dim=1)
+        return residual_output(ctx, s), q, k, v, first
+
+    @staticmethod
+    def backward(
+        ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        s, inverse, x0, lambda_, mu, *rest = ctx.saved_tensors
+        nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest, *values = rest
+        gate, gate_weight, table, sums, words = values
+        gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
+        dgate_weight: Tensor | None = None
+        if gate is not None:
+            dgate = embedding_grad.gated_embedding_backward(sums, gradients[2], gate, table, words)
+            wide = gate.float()
+            inner = (dgate.float() * wide * (1 - wide / 3)).to(s.dtype)  # through the sigmoid
+            kept = gate_weight.shape[1]
+            dgate_weight = (inner.t() @ first_channels(s, inverse, kept)).float()
+            dfirst = dfirst + inner @ gate_weight.to(s.dtype)
+        g, gt, g_unit = rope_norm.backward_fp8(
+            qkv, inverses, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
+        )
+        dn, dweight = gemm.gemm_fp8_grads(
+            g, columns, g_unit, unit, s.dtype, ctx.pingpong, [gt], [nt], [g_unit], [n_unit]
+        )
+        before = stream_gradients(ctx, dn, s, inverse, ds, dfirst, x0, lambda_, mu)
+        return *before, *[None] * 10, dgate_weight, *[None] * 3, *dweight.split(ctx.outputs)
+
+
+def materialize_and_norm(
+    ctx: Any,
+    x: Tensor,
+    delta: Tensor | None,
+    x0: Tensor | None,
+    lambda_: Tensor | None,
+    mu: Tensor | None,
+    value: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """s, the value of the residual stream, and what `norm_quantize` returns for it."""
+    ctx.has_delta, ctx.is_deferred = delta is not None, delta is not None or x0 is not None
+    if value is not None:
+        return value, *residual_norm.norm_quantize(value)
+    if ctx.is_deferred:
+        return residual_norm.residual_norm_quantize(x, delta, x0, lambda_, mu)
+    return x, *residual_norm.norm_quantize(x)
+
+
+def residual_output(ctx: Any, s: Tensor) -> Tensor:
+    """s as an output; where nothing was deferred it is the input x, which the caller has."""
+    return s if ctx.is_deferred else s.new_empty(0)
+
+
+def stream_gradients(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of what `materialize_and_norm` took, from what `residual_norm.input_grads` takes."""
+    if not ctx.is_deferred:
+        dn, s, inverse, _, dfirst, *_ = inputs
+        return norm_backward(dn.float(), s, inverse, dfirst), *[None] * 5
+    dx, *others = residual_norm.input_grads(*inputs)
+    return dx, dx if ctx.has_delta else None, *others, None
+
+
+def first_channels(x: Tensor, inverse: Tensor, kept: int) -> Tensor:
+    return (x[:, :kept].float() * inverse[:, None]).to(x.dtype)
+
+
+def norm_backward(dn: Tensor, x: Tensor, inverse: Tensor, dfirst: Tensor | None = None) -> Tensor:
+    """From the fp32 gradient of norm(x) = x·inverse (and of its first channels, apart) to that of x. Plain, so that
+    a compiler fuses it with what follows."""
+    if dfirst is not None and dfirst.shape[1] > 0:
+        dn = dn + F.pad(dfirst.float(), (0, dn.shape[1] - dfirst.shape[1]))
+    n = x.float() * inverse[:, None]
+    return (inverse[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))).to(x.dtype)

@@ -1,0 +1,110 @@
+"""The training loss of the fast path: a fused softcap and cross-entropy kernel, and a head in FP8.
+
+`chunked_loss` of model/loss.py explains chunks and gradients that are computed in the forward pass; both hold here.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanorun.model.kernels import fp8, gemm, softcap_loss
+from nanorun.model.loss import LARGEST_UNSHIFTED_SOFTCAP, attach_gradients, chunk_rows
+
+SLICE_LOGITS = 2**27  # logits in bf16 at a time; a chunk of FP8 gradients is several slices
+
+
+def can_fuse(softcap: float | None) -> bool:
+    return softcap is not None and 0 < softcap <= LARGEST_UNSHIFTED_SOFTCAP
+
+
+def fused_chunk_loss(
+    logits: Tensor, targets: Tensor, softcap: float | None, vocab_size: int, with_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """`loss.chunk_loss` by one kernel, which overwrites the logits with their gradient."""
+    assert softcap is not None
+    return softcap_loss.softcap_loss(logits, targets, softcap, vocab_size, with_gradient), logits
+
+
+def fp8_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    head: fp8.Fp8Weight,
+    softcap: float,
+    vocab_size: int,
+    exact_logits: bool,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """The summed loss for x that an RMSNorm returned. With `exact_logits` the logits are bf16 and only the two GEMMs
+    of the gradient run in FP8."""
+    rows, flat = x.flatten(0, -2), targets.flatten()
+    size = chunk_rows(rows, weight, chunk_tokens)
+    with torch.no_grad():
+        loss, dx, dweight = _fp8_loss_and_gradients(
+            rows,
+            weight,
+            flat,
+            head.data,
+            head.data_t,
+            head.scale,
+            softcap,
+            vocab_size,
+            size,
+            exact_logits,
+            head.pingpong,
+        )
+    return attach_gradients(loss, rows, weight, dx, dweight)
+
+
+@torch.library.custom_op("nanorun::fp8_loss", mutates_args=())
+def _fp8_loss_and_gradients(
+    x: Tensor,  # (N, D), of which no entry is past √D
+    weight: Tensor,  # (V, D), and in eight bits, both ways
+    targets: Tensor,
+    head: Tensor,
+    head_columns: Tensor,
+    head_unit: Tensor,
+    softcap: float,
+    vocab_size: int,
+    size: int,
+    exact_logits: bool,
+    pingpong: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss summed over all rows, and its gradients with respect to x and weight.
+
+    Logits, in bf16, exist for a slice of a chunk at a time. The GEMMs of the gradient are efficient only with many
+    rows, so the FP8 gradients of a whole chunk are kept."""
+    exact = weight.to(x.dtype) if exact_logits else None
+    slice_limit = max(SLICE_LOGITS // head.shape[0], 1)
+    losses, dx = x.new_empty(x.shape[0], dtype=torch.float32), torch.empty_like(x)
+    dweight: Tensor | None = None
+    chunks = zip(*(each.split(size) for each in (x, targets, losses, dx)), strict=True)
+    for x_chunk, target_chunk, loss_chunk, dx_chunk in chunks:
+        q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
+        dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
+        dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
+        slices = -(-q.shape[0] // slice_limit)
+        slice_rows = fp8.padded(-(-q.shape[0] // slices))  # as equal as can be
+        for first in range(0, q.shape[0], slice_rows):
+            rows = slice(first, first + slice_rows)
+            if exact is not None:
+                logits = x_chunk[rows] @ exact.T
+            else:
+                logits = gemm.gemm_fp8(q[rows], head, unit, head_unit, x.dtype, pingpong)
+            dz_unit = softcap_loss.softcap_loss_fp8(
+                logits, target_chunk[rows], softcap, vocab_size, loss_chunk[rows], dz, dzt, first
+            )
+            del logits
+        fp8.scaled_mm(dz, head_columns, dz_unit, head_unit, x.dtype, False, out=dx_chunk)
+        share = fp8.scaled_mm(dzt, qt, dz_unit, unit, weight.dtype, False)
+        dweight = share if dweight is None else dweight.add_(share)
+        del dz, dzt, share
+    assert dweight is not None
+    return losses.sum(), dx, dweight
+
+
+@_fp8_loss_and_gradients.register_fake
+def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)
