@@ -182,8 +182,8 @@ def steps(folder: Path) -> list[int]:
     return sorted(step for step in numbers if (folder / _name(step)).is_dir())
 
 
-def prune(folder: Path, keep: int, milestones_every: int | None = None) -> list[int]:
-    """Removes all but the newest `keep` and the multiples of `milestones_every`; returns the removed steps.
+def prune(folder: Path, keep: int) -> list[int]:
+    """Removes all but the newest `keep` checkpoints; returns the removed steps.
 
     The newest one whose files have their full length always stays. (Checksums are not verified here: every save
     would read all checkpoints.)
@@ -192,8 +192,6 @@ def prune(folder: Path, keep: int, milestones_every: int | None = None) -> list[
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
     found = steps(folder)
     kept = set(found[-keep:])
-    if milestones_every:
-        kept |= {step for step in found if step % milestones_every == 0}
     kept |= set([step for step in found if _has_full_length(folder / _name(step))][-1:])
     removed = [step for step in found if step not in kept]
     for step in removed:

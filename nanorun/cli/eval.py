@@ -65,7 +65,7 @@ def eval_chat(
     from nanorun.evals import chat
     from nanorun.evals.replies import ReplySettings
 
-    named = [name.strip() for name in tasks.split(",") if name.strip()] if tasks else []
+    named = _split_names(tasks)
     if judge is not None:
         if model or keep:
             raise UserError("--judge reads model and replies from the file: leave the others out.")
@@ -124,7 +124,7 @@ def eval_core(
         raise UserError("--model names a run and --hf a Hugging Face folder: give one of them.")
     if plot is not None:
         check_suffix(plot)
-    names = [name.strip() for name in tasks.split(",") if name.strip()] if tasks is not None else []
+    names = _split_names(tasks)
     if tasks is not None and not names:
         raise UserError("--tasks names no task: give some, such as hellaswag,arc, or omit it for all.")
     options = CoreOptions(bundle, names, max_per_task, batch_tokens, mmlu)
@@ -135,3 +135,7 @@ def eval_core(
     if plot is not None:
         say(f"plotted: {plot_core(result, plot)}")
     show(result, as_json, tables.core_table(result))
+
+
+def _split_names(names: str | None) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()] if names else []

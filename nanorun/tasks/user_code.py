@@ -87,9 +87,6 @@ class _UserExamples:
         conversation: Conversation = example
         return conversation
 
-    def __iter__(self) -> Iterator[Conversation]:
-        return (self[i] for i in range(len(self)))
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 

@@ -34,7 +34,7 @@ def test_conversations_are_read_from_jsonl_and_from_parquet(tmp_path):
     [
         ('{"messages": "hi"}', "must be a list"),
         ('{"text": "hi"}', 'no "messages"'),
-        ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "'user' must follow"),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "expected 'user'"),
         ('{"messages": [{"role": "user", "content": 7}]}', "content 7"),
         ("[1]", "not a JSON object"),
         ("{", "not JSON"),
