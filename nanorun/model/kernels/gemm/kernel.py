@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels import fp8, opaque_to_dynamo, out_of_memory_error
-from nanorun.model.kernels.fp8.kernel import E4M3, E5M2, FAST_ACCUM, FP8_MAX, power_of_two_scale, scaled_mm
+from nanorun.model.kernels import opaque_to_dynamo, passes
+from nanorun.model.kernels.fp8 import kernel as fp8
 from nanorun.model.kernels.gemm import reference
 from nanorun.model.kernels.language import tl, triton
 from nanorun.model.kernels.relu2.kernel import CLIP
@@ -18,24 +18,14 @@ from nanorun.model.kernels.relu2.kernel import CLIP
 # column. Clusters of two programs share what they read.
 ROWS, WIDE, NARROW = 128, 192, 128
 OPTIONS: dict[str, Any] = {"tile_M": ROWS, "cluster_M": 2, "pingpong": True}
-FP8_OPTIONS: dict[str, Any] = {"post_init_attrs": (("fp8_slow_accum", not FAST_ACCUM),)}
+FP8_OPTIONS: dict[str, Any] = {"post_init_attrs": (("fp8_slow_accum", not fp8.FAST_ACCUM),)}
 
 
 @functools.cache
 def is_supported(device: torch.device) -> bool:
     """Whether quack is installed, its kernels launch on this device, and they pass the self-test."""
-    if not fp8.is_supported(device) or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    try:
-        import quack.epilogue.frontend  # noqa: F401
-    except ImportError:
-        return False
-    try:
-        return self_test(device)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory_error() from error
-    except Exception:  # a young compiler may raise anything on an untested machine
-        return False
+    hopper = fp8.is_supported(device) and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and passes(lambda: self_test(device))
 
 
 def self_test(device: torch.device, cases: slice = slice(None)) -> bool:
@@ -43,7 +33,7 @@ def self_test(device: torch.device, cases: slice = slice(None)) -> bool:
     partial last tile."""
     generator = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(n, 128, device=device, generator=generator) for n in (200, 560))
-    x8, g8, w8, one = x.to(E4M3), x.to(E5M2), w.to(E4M3), torch.ones(1, device=device)
+    x8, g8, w8, one = x.to(fp8.E4M3), x.to(fp8.E5M2), w.to(fp8.E4M3), torch.ones(1, device=device)
     max_norms = torch.full((2,), 20.0, device=device)
     forward, backward = (each.float() @ w8.float().T for each in (x8, g8))
     y, x0 = forward.bfloat16(), backward.bfloat16()
@@ -116,7 +106,7 @@ def _gemm(epilogue: str, a: Tensor, b: Tensor, out: Tensor, c: Tensor | None = N
         return
     wide = {name: value.float() for name, value in (operands | ({} if c is None else {"c": c})).items()}
     result = getattr(reference, epilogue)(a.float() @ b.float().T, **wide)
-    limit = FP8_MAX.get(out.dtype)
+    limit = fp8.FP8_MAX.get(out.dtype)
     out.copy_(result if limit is None else result.clamp(-limit, limit))
 
 
@@ -134,7 +124,7 @@ def gemm_fp8(
     """a·bᵀ of (M, K) and (N, K) in FP8, times both scales: by quack (in bf16) or by cuBLAS."""
     if pingpong:
         return gemm_fp8_pingpong(a, b, a_scale, b_scale)
-    return scaled_mm(a, b, a_scale, b_scale, dtype, FAST_ACCUM)
+    return fp8.scaled_mm(a, b, a_scale, b_scale, dtype, fp8.FAST_ACCUM)
 
 
 @torch.library.custom_op("nanorun::gemm_fp8_pingpong", mutates_args=())
@@ -166,7 +156,7 @@ def gemm_fp8_grads(
     One operator, though they have little in common: no operator waits for a wgrad, so a compiler defers it at will, in
     a d12 those of nine layers to the very end, and its inputs must be kept until then."""
     pairs = zip(gts, xts, gt_scales, xt_scales, strict=True)
-    wgrads = [scaled_mm(*pair, torch.float32, False) for pair in pairs]
+    wgrads = [fp8.scaled_mm(*pair, torch.float32, False) for pair in pairs]
     return [gemm_fp8(g, w, g_scale, w_scale, dtype, pingpong), *wgrads]
 
 
@@ -181,7 +171,7 @@ gemm_fp8_grads.register_fake(
 @triton.jit
 def _relu2_scale_kernel(x_scale, w_scale, max_norms, reach, scale, factor, FP8_MAX: tl.constexpr):
     bound = tl.load(max_norms) * reach
-    scale_value, inv_scale = power_of_two_scale(bound * bound, FP8_MAX)
+    scale_value, inv_scale = fp8.power_of_two_scale(bound * bound, FP8_MAX)
     tl.store(scale, scale_value)
     tl.store(factor, tl.load(x_scale) * tl.load(w_scale) * tl.sqrt_rn(inv_scale))
 
@@ -192,7 +182,7 @@ def relu2_scales(
     """Writes the scale of relu(x·wᵀ)², and the factor of each accumulator before it is squared."""
     reach = math.sqrt(width) / CLIP
     _relu2_scale_kernel[(1,)](
-        x_scale, w_scale, max_norms, reach, scale, factor, FP8_MAX=FP8_MAX[E4M3], num_warps=1
+        x_scale, w_scale, max_norms, reach, scale, factor, FP8_MAX=fp8.FP8_MAX[fp8.E4M3], num_warps=1
     )
 
 
@@ -209,7 +199,7 @@ def gemm_fp8_relu2(
 
 
 def _empty_relu2(x: Tensor, w: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _empty(x, w, E4M3), x.new_empty(1, dtype=torch.float32)
+    return _empty(x, w, fp8.E4M3), x.new_empty(1, dtype=torch.float32)
 
 
 gemm_fp8_relu2.register_fake(_empty_relu2)

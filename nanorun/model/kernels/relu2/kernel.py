@@ -5,17 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels.fp8.kernel import (
-    E4M3,
-    E5M2,
-    FP8_MAX,
-    TILE,
-    empty_with_transpose,
-    padded,
-    power_of_two_scale,
-    store_with_transpose,
-    tiles,
-)
+from nanorun.model.kernels.fp8 import kernel as fp8
 from nanorun.model.kernels.language import tl, triton
 
 CLIP = 2.0  # x·w is clipped at its bound divided by this, before the square
@@ -37,7 +27,7 @@ def _relu2_kernel(
     TILE: tl.constexpr,
 ):
     bound = tl.load(max_norms) * reach
-    scale_value, inv_scale = power_of_two_scale(bound * bound, FP8_MAX)
+    scale_value, inv_scale = fp8.power_of_two_scale(bound * bound, FP8_MAX)
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -46,7 +36,7 @@ def _relu2_kernel(
     tile = tl.where(tile < 0, 0.0, tile)  # comparisons that pass NaN on, here and below
     tile = tile * tile * inv_scale
     tile = tl.where(tile > FP8_MAX, FP8_MAX, tile)
-    store_with_transpose(tile, row, column, q, q_t, rows, columns, padded, padded)
+    fp8.store_with_transpose(tile, row, column, q, q_t, rows, columns, padded, padded)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scale, scale_value)
 
@@ -73,7 +63,7 @@ def _relu2_backward_kernel(
 ):
     h_scale_value = tl.load(h_scale)
     bound = tl.load(amax + 1) * tl.load(max_norms + 1) * 2 * tl.sqrt(h_max * h_scale_value)
-    scale_value, inv_scale = power_of_two_scale(bound, FP8_MAX)
+    scale_value, inv_scale = fp8.power_of_two_scale(bound, FP8_MAX)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     transposed = column.to(tl.int64)[:, None] * padded + row[None, :]
@@ -88,7 +78,7 @@ def _relu2_backward_kernel(
         hidden = tl.trans(tl.load(h_t + transposed, mask=there, other=0.0).to(tl.float16))
     slope = 2 * tl.sqrt(hidden.to(tl.float32) * h_scale_value)
     tile = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32) * slope * inv_scale
-    store_with_transpose(tile, row, column, q, q_t, rows, columns, padded, padded)
+    fp8.store_with_transpose(tile, row, column, q, q_t, rows, columns, padded, padded)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scale, scale_value)
 
@@ -97,15 +87,25 @@ def _relu2_backward_kernel(
 def quantize(u: Tensor, max_norms: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """relu(u)² of u = n·wᵀ in e4m3, its transpose and scale; n is normed and `width` wide, max_norms[0] is the largest
     row norm of w."""
-    q, q_t, scale = empty_with_transpose(u, E4M3)
+    q, q_t, scale = fp8.empty_with_transpose(u, fp8.E4M3)
     reach = math.sqrt(width) / CLIP
-    _relu2_kernel[tiles(u)](
-        u, max_norms, reach, q, q_t, scale, *u.shape, q_t.shape[1], FP8_MAX[E4M3], TILE, num_warps=8
+    _relu2_kernel[fp8.tiles(u)](
+        u,
+        max_norms,
+        reach,
+        q,
+        q_t,
+        scale,
+        *u.shape,
+        q_t.shape[1],
+        fp8.FP8_MAX[fp8.E4M3],
+        fp8.TILE,
+        num_warps=8,
     )
     return q, q_t, scale
 
 
-quantize.register_fake(lambda u, max_norms, width: empty_with_transpose(u, E4M3))
+quantize.register_fake(lambda u, max_norms, width: fp8.empty_with_transpose(u, fp8.E4M3))
 
 
 @torch.library.custom_op("nanorun::fp8_relu2_backward", mutates_args=())
@@ -117,7 +117,7 @@ def backward(
     return _backward(dh, h_t, h_t, h_scale, amax, max_norms, transpose_h=False)
 
 
-backward.register_fake(lambda dh, *others: empty_with_transpose(dh, E5M2))
+backward.register_fake(lambda dh, *others: fp8.empty_with_transpose(dh, fp8.E5M2))
 
 
 @torch.library.custom_op("nanorun::fp8_relu2_backward_with_transpose", mutates_args=())
@@ -130,22 +130,24 @@ def backward_with_transpose(
 
 
 def _empty_h_t(dh: Tensor) -> Tensor:
-    return dh.new_empty(dh.shape[1], padded(dh.shape[0]), dtype=E4M3)
+    return dh.new_empty(dh.shape[1], fp8.padded(dh.shape[0]), dtype=fp8.E4M3)
 
 
-backward_with_transpose.register_fake(lambda dh, *others: (*empty_with_transpose(dh, E5M2), _empty_h_t(dh)))
+backward_with_transpose.register_fake(
+    lambda dh, *others: (*fp8.empty_with_transpose(dh, fp8.E5M2), _empty_h_t(dh))
+)
 
 
 def _backward(
     dh: Tensor, h: Tensor, h_t: Tensor, h_scale: Tensor, amax: Tensor, max_norms: Tensor, transpose_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, q_t, scale = empty_with_transpose(dh, E5M2)
-    _relu2_backward_kernel[tiles(dh, BACKWARD_ROWS, BACKWARD_COLUMNS)](
+    q, q_t, scale = fp8.empty_with_transpose(dh, fp8.E5M2)
+    _relu2_backward_kernel[fp8.tiles(dh, BACKWARD_ROWS, BACKWARD_COLUMNS)](
         dh,
         h,
         h_t,
         h_scale,
-        FP8_MAX[E4M3],
+        fp8.FP8_MAX[fp8.E4M3],
         amax,
         max_norms,
         q,
@@ -153,7 +155,7 @@ def _backward(
         scale,
         *dh.shape,
         q_t.shape[1],
-        FP8_MAX=FP8_MAX[E5M2],
+        FP8_MAX=fp8.FP8_MAX[fp8.E5M2],
         ROWS=BACKWARD_ROWS,
         COLUMNS=BACKWARD_COLUMNS,
         TRANSPOSE_H=transpose_h,

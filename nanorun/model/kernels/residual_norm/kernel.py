@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels.fp8.kernel import (
-    E4M3,
-    FP8_MAX,
-    empty_with_transpose,
-    power_of_two_scale,
-    store_with_transpose,
-)
+from nanorun.model.kernels.fp8 import kernel as fp8
 from nanorun.model.kernels.language import tl, triton
 
 ROWS, COLUMNS = 32, 256  # 76 µs for 32,768 × 768 added, mixed and normed on an H200; 64 × 128: 100
@@ -42,7 +36,7 @@ def _residual_norm_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    scale_value, inv_scale = power_of_two_scale(bound, FP8_MAX)
+    scale_value, inv_scale = fp8.power_of_two_scale(bound, FP8_MAX)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     begin = row.to(tl.int64)[:, None] * columns
     once: tl.constexpr = "evict_first" if HAS_Y or HAS_X0 else ""  # keep the cache for s, which is read again
@@ -74,7 +68,7 @@ def _residual_norm_kernel(
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         tile = tl.load(s + begin + column[None, :], mask=inside, other=0.0).to(tl.float32)
         tile = tile * inverse[:, None] * inv_scale
-        store_with_transpose(tile, row, column, q, q_t, rows, columns, padded, padded)
+        fp8.store_with_transpose(tile, row, column, q, q_t, rows, columns, padded, padded)
     if tl.program_id(0) == 0:
         tl.store(scale, scale_value)
 
@@ -161,7 +155,7 @@ def _norm_quantize(
         NORM_EPSILON,
         HAS_Y=y is not None,
         HAS_X0=x0 is not None,
-        FP8_MAX=FP8_MAX[E4M3],
+        FP8_MAX=fp8.FP8_MAX[fp8.E4M3],
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         num_warps=8,
@@ -170,7 +164,7 @@ def _norm_quantize(
 
 
 def _empty_norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *empty_with_transpose(x, E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
+    return *fp8.empty_with_transpose(x, fp8.E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 norm_quantize.register_fake(_empty_norm)

@@ -40,17 +40,8 @@ class _RopeNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         qkv, cos, sin = ctx.saved_tensors
-        dqkv = rope_norm_backward(
-            qkv,
-            cos,
-            sin,
-            dq.contiguous(),
-            dk.contiguous(),
-            dv.contiguous(),
-            ctx.heads,
-            ctx.kv_heads,
-            ctx.gain,
-        )
+        grads = (dq.contiguous(), dk.contiguous(), dv.contiguous())
+        dqkv = rope_norm_backward(qkv, cos, sin, *grads, ctx.heads, ctx.kv_heads, ctx.gain)
         return dqkv, None, None, None, None, None
 
 

@@ -5,15 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels.fp8.kernel import (
-    E5M2,
-    FP8_MAX,
-    amax_headroom,
-    amax_stride,
-    empty_with_transpose,
-    power_of_two_scale,
-    store_with_transpose,
-)
+from nanorun.model.kernels.fp8 import kernel as fp8
 from nanorun.model.kernels.gemm.kernel import gemm_fp8
 from nanorun.model.kernels.language import tl, triton
 from nanorun.model.kernels.rope_norm.kernel import launch_forward, table_and_constants
@@ -76,7 +68,7 @@ def _rope_norm_backward_fp8_kernel(
     qk_amax = tl.maximum(tl.load(amax), tl.load(amax + 1))
     largest_inv_rms = tl.max(tl.load(max_inv_rms + tl.arange(0, SLOTS)), 0)
     bound = tl.maximum(qk_amax * largest_inv_rms * reach, tl.load(amax + 2))
-    scale_value, inv_scale = power_of_two_scale(bound, FP8_MAX)
+    scale_value, inv_scale = fp8.power_of_two_scale(bound, FP8_MAX)
     head = tl.program_id(0) % (HEADS + 2 * KV_HEADS)
     token = tl.program_id(0) // (HEADS + 2 * KV_HEADS) * TOKENS + tl.arange(0, TOKENS)
     half = tl.arange(0, DIM // 2)
@@ -106,8 +98,8 @@ def _rope_norm_backward_fp8_kernel(
         dxa, dxb = dra * c - drb * s, drb * c + dra * s
     columns: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     first = head * DIM + half
-    store_with_transpose(dxa * inv_scale, token, first, out, out_t, tokens, columns, padded, padded)
-    store_with_transpose(
+    fp8.store_with_transpose(dxa * inv_scale, token, first, out, out_t, tokens, columns, padded, padded)
+    fp8.store_with_transpose(
         dxb * inv_scale, token, first + DIM // 2, out, out_t, tokens, columns, padded, padded
     )
     if tl.program_id(0) == 0:
@@ -192,9 +184,9 @@ def backward_fp8(
     qkv and returned."""
     head_dim = rotated.size(-1) // (heads + 2 * kv_heads)
     tokens = rotated.shape[0]
-    out, out_t, scale = empty_with_transpose(rotated, E5M2)
+    out, out_t, scale = fp8.empty_with_transpose(rotated, fp8.E5M2)
     amax = rotated.new_zeros(3, dtype=torch.float32)
-    stride, width = amax_stride(tokens), heads * head_dim
+    stride, width = fp8.amax_stride(tokens), heads * head_dim
     _qkv_amax_kernel[(triton.cdiv(triton.cdiv(tokens, stride) * width, AMAX_NUMEL), 3)](
         dq,
         dk,
@@ -202,7 +194,7 @@ def backward_fp8(
         amax,
         tokens,
         stride,
-        amax_headroom(stride),
+        fp8.amax_headroom(stride),
         Q=width,
         KV=kv_heads * head_dim,
         NUMEL=AMAX_NUMEL,
@@ -230,10 +222,10 @@ def backward_fp8(
         DIM=head_dim,
         TOKENS=TILE_TOKENS,
         SLOTS=max_inv_rms.numel(),
-        FP8_MAX=FP8_MAX[E5M2],
+        FP8_MAX=fp8.FP8_MAX[fp8.E5M2],
         num_warps=4,
     )
     return out, out_t, scale
 
 
-backward_fp8.register_fake(lambda rotated, *others: empty_with_transpose(rotated, E5M2))
+backward_fp8.register_fake(lambda rotated, *others: fp8.empty_with_transpose(rotated, fp8.E5M2))

@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels.fp8.kernel import (
-    E5M2,
-    FP8_MAX,
-    padded,
-    power_of_two_scale,
-    store_with_transpose,
-)
+from nanorun.model.kernels.fp8 import kernel as fp8
 from nanorun.model.kernels.language import tl, triton
 
 BLOCK = 8_192  # columns that a program holds
@@ -83,7 +77,7 @@ def _softcap_loss_grad_fp8_kernel(
     FP8_MAX: tl.constexpr,
     FAST_TANH: tl.constexpr,
 ):
-    scale_value, inv_scale = power_of_two_scale(1.0, FP8_MAX)  # no gradient of a logit is larger
+    scale_value, inv_scale = fp8.power_of_two_scale(1.0, FP8_MAX)  # no gradient of a logit is larger
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     target = tl.load(targets + row, mask=row < rows, other=-1).to(tl.int32)[:, None]
@@ -95,7 +89,7 @@ def _softcap_loss_grad_fp8_kernel(
     probability = tl.exp2(t * (softcap * 1.4426950408889634) - log2_total)
     dz = (probability - tl.where(column[None, :] == target, 1.0, 0.0)) * (1 - t * t)
     dz = tl.where(inside & (target >= 0), dz, 0.0) * inv_scale
-    store_with_transpose(dz, row, column, q, q_t, rows, COLUMNS, padded, pitch)
+    fp8.store_with_transpose(dz, row, column, q, q_t, rows, COLUMNS, padded, pitch)
     if tl.program_id(0) + tl.program_id(1) == 0:
         tl.store(scale, scale_value)
 
@@ -138,13 +132,13 @@ def softcap_loss_fp8(
         q_t,
         scale,
         rows,
-        padded(rows),
+        fp8.padded(rows),
         gradient_t.shape[1],
         COLUMNS=columns,
         VOCAB=vocab_size,
         ROWS=TILE_ROWS,
         TILE_COLUMNS=TILE_COLUMNS,
-        FP8_MAX=FP8_MAX[E5M2],
+        FP8_MAX=fp8.FP8_MAX[fp8.E5M2],
         FAST_TANH=_use_fast_tanh(logits),
         num_warps=8,
     )
