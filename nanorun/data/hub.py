@@ -35,6 +35,7 @@ Kind = Literal["parquet", "bin"]
 
 TEXT_COLUMN = "text"
 DEFAULT_SHARDS = 8  # about a gigabyte: enough for a first real run, small enough for any disk
+_STAGING = ".download"  # in the corpus's folder: files that are not verified yet
 _PATHS_PER_REQUEST = 500
 _LISTING_TIMEOUT = 30.0
 
@@ -98,49 +99,49 @@ def fetch_corpus(corpus: Corpus, shards: int, folder: Path, workers: int = 4) ->
 
     Returns their paths, the validation shard last. Files that are complete are not downloaded again.
     """
-    from huggingface_hub import hf_hub_download
-
     if not 1 <= shards <= corpus.shards:
         raise UserError(f"{corpus.name} has {corpus.shards} training shards: {shards} is out of range.")
-    check = check_parquet if corpus.kind == "parquet" else check_bin
     files = list_files(corpus, [*corpus.train_files(shards), corpus.val])
-    staging, stop = folder / ".download", threading.Event()
+    stop = threading.Event()
     with lock_folder(folder):
-        shutil.rmtree(staging, ignore_errors=True)  # left by a killed process
+        shutil.rmtree(folder / _STAGING, ignore_errors=True)  # left by a killed process
         missing = [file for file in files if not _is_complete(folder / file.path, file.size)]
-        check_space(sum(file.size for file in missing), folder)
-        with Progress(f"downloading {corpus.name}", sum(file.size for file in missing), "B") as bar:
-
-            def fetch_file(file: "RepoFile") -> None:
-                received = 0.0
-
-                def advance(n: float) -> None:
-                    nonlocal received
-                    if stop.is_set():
-                        raise DownloadStopped
-                    received += n
-                    bar.advance(n)
-
-                def receive() -> Path:
-                    advance(-received)  # the bytes of a failed attempt
-                    path = hf_hub_download(
-                        corpus.repo,
-                        file.path,
-                        repo_type="dataset",
-                        revision=corpus.revision,
-                        endpoint=endpoint(),
-                        local_dir=staging,
-                        tqdm_class=tqdm_calling(advance),
-                    )
-                    return Path(path)
-
-                sha256 = file.lfs.sha256 if file.lfs else None
-                source = f"{endpoint()}/datasets/{corpus.repo}/{file.path}"
-                download(receive, folder / file.path, source, check=check, sha256=sha256)
-
-            run_parallel(fetch_file, missing, workers, stop)
-        shutil.rmtree(staging, ignore_errors=True)
+        total = sum(file.size for file in missing)
+        check_space(total, folder)
+        with Progress(f"downloading {corpus.name}", total, "B") as bar:
+            run_parallel(lambda file: _fetch_file(corpus, file, folder, bar, stop), missing, workers, stop)
+        shutil.rmtree(folder / _STAGING, ignore_errors=True)
     return [folder / file.path for file in files]
+
+
+def _fetch_file(corpus: Corpus, file: "RepoFile", folder: Path, bar: Progress, stop: threading.Event) -> None:
+    from huggingface_hub import hf_hub_download
+
+    received = 0.0
+
+    def advance(n: float) -> None:
+        nonlocal received
+        if stop.is_set():
+            raise DownloadStopped
+        received += n
+        bar.advance(n)
+
+    def receive() -> Path:
+        advance(-received)  # the bytes of a failed attempt
+        path = hf_hub_download(
+            corpus.repo,
+            file.path,
+            repo_type="dataset",
+            revision=corpus.revision,
+            endpoint=endpoint(),
+            local_dir=folder / _STAGING,
+            tqdm_class=tqdm_calling(advance),
+        )
+        return Path(path)
+
+    source = f"{endpoint()}/datasets/{corpus.repo}/{file.path}"
+    check = check_parquet if corpus.kind == "parquet" else check_bin
+    download(receive, folder / file.path, source, check=check, sha256=file.lfs.sha256 if file.lfs else None)
 
 
 def list_files(corpus: Corpus, paths: list[str]) -> "list[RepoFile]":

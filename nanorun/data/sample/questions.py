@@ -131,18 +131,7 @@ def _calculated(expression: str, output: str, told: str, rng: RandomStream) -> C
 
 Kind = Literal["fact", "sum", "spelling", "count"]
 KINDS: tuple[Kind, ...] = ("fact", "sum", "spelling", "count")
-_MIX: tuple[Kind, ...] = (
-    "fact",
-    "fact",
-    "fact",
-    "fact",
-    "fact",
-    "sum",
-    "sum",
-    "spelling",
-    "spelling",
-    "count",
-)
+_MIX: tuple[Kind, ...] = (*("fact",) * 5, *("sum",) * 2, *("spelling",) * 2, "count")
 
 
 @dataclass(frozen=True)
