@@ -184,7 +184,8 @@ def tqdm_calling(advance: Callable[[float], None]) -> type[Any]:
     class ForwardingTqdm(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
-            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+            init: Any = super().__init__  # untyped
+            init(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
             advance(n or 0)
