@@ -1,4 +1,4 @@
-"""Draws docs/images/speedrun.svg: what `nanorun speedrun` really prints in an empty home.
+"""Draws docs/images/speedrun.svg: the actual output of `nanorun speedrun` in an empty home.
 
 python docs/picture.py
 """
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def brief(lines: list[str]) -> list[str]:
-    """The lines without those of progress, but for the last of each task."""
+    """The lines, with only the last progress line of each task."""
     tasks = [re.match(r"\w+ [\w-]+(?=: \S+ of \S+ (tok|step|question), )", line) for line in lines]
     last = {match[0]: i for i, match in enumerate(tasks) if match}
     return [
@@ -46,8 +46,8 @@ def main() -> None:
         elif re.match(r"\d/\d |> ", line):
             console.print(Text(line, style="bold"))
         elif line.count("│") == 1:
-            prompt, told = line.split("│")
-            console.print(Text(prompt, style="bold green").append(told, style="not bold white"))
+            prompt, reply = line.split("│")
+            console.print(Text(prompt, style="bold green").append(reply, style="not bold white"))
         elif "│" in line:
             tokens = Text()
             for i, piece in enumerate(line.split("│")):
@@ -59,7 +59,9 @@ def main() -> None:
             console.print(Text(line))
     path = ROOT / "docs" / "images" / "speedrun.svg"
     svg = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="nanorun"), flags=re.DOTALL)
-    path.write_text(svg, encoding="utf-8")  # without rich's web fonts: a picture asks nobody for anything
+    path.write_text(
+        svg, encoding="utf-8"
+    )  # without rich's web fonts: the picture loads nothing from the network
     print(path)
 
 

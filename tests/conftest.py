@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: a fresh home, and the shared corpus where this machine has it."""
+"""Fixtures for all tests: an empty home, small trained models, and the shared corpus where this machine has it."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 
-# Started in the background, as by `make test &`, a process ignores Ctrl-C, and so would all that the tests start.
+# A process started in the background (`make test &`) ignores SIGINT, and so would all its child processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_DATA = Path(
@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with two small models that know what they say by heart: nobody changes it."""
+    """A home with two small models that memorized their replies. Read-only: tests share it."""
     import torch
     from talkers import make_home
 
@@ -48,25 +48,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mistake(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Sequence[str]], str]:
-    """Types a command that is wrong, in this process: exit code 2 and one sentence, which is returned."""
+    """Runs an invalid command in this process, checks exit code 2 and a one-line message, and returns the message."""
     from nanorun import cli
 
-    def typed(args: Sequence[str]) -> str:
+    def run(args: Sequence[str]) -> str:
         monkeypatch.setattr(signal, "signal", lambda *_: None)
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main(list(args))
-        said = capsys.readouterr()
-        assert left.value.code == 2
-        assert said.out == ""
-        assert len(said.err.strip().splitlines()) == 1
-        return said.err
+        output = capsys.readouterr()
+        assert exit_info.value.code == 2
+        assert output.out == ""
+        assert len(output.err.strip().splitlines()) == 1
+        return output.err
 
-    return typed
+    return run
 
 
 @pytest.fixture
 def shared_data() -> Path:
-    """The real corpus, which is never part of the repository."""
+    """The real corpus, which is not part of the repository."""
     if not (SHARED_DATA / "pretrain").is_dir():
         pytest.skip(f"no shared corpus at {SHARED_DATA} (set NANORUN_SHARED_DATA to its folder)")
     return SHARED_DATA
