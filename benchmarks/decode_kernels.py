@@ -27,13 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from nanorun.config import ModelConfig, scale_model
-from nanorun.infer.frozen import Matrix
-from nanorun.infer.kernels.attention import Split, attention_out, rope_cache_attention
+from nanorun.infer.cache import Cache
+from nanorun.infer.forward import decode
+from nanorun.infer.frozen import Matrix, freeze
+from nanorun.infer.kernels.attention import KVSplit, combine_and_project, rope_cache_attention
 from nanorun.infer.kernels.elementwise import relu2_, residual_norm, softcap
 from nanorun.infer.kernels.linear import Tile, linear_residual, norm_linear, padded
-from nanorun.infer.kernels.step import Tuning, decode_step, plain_step, tune
-from nanorun.infer.kernels.weights import DecodeWeights, RingCache, Scratch, decode_weights
-from nanorun.model.gpt import build
+from nanorun.infer.kernels.step import Tuning, decode_step, tune
+from nanorun.infer.kernels.weights import DecodeWeights, Workspace
+from nanorun.model.gpt import GPT, build
 from nanorun.provenance import record, write_result
 
 CUDA = torch.device("cuda")
@@ -48,8 +50,8 @@ class Candidate:
     bytes: int
     call: Callable[[int], Any]  # launches the kernel on the i-th copy of its data
     copies: int
-    choice: Any = None  # the Tile or Split, for the tuned step
-    way: str = ""  # how GEMMs are computed: rows, tiles or cublas
+    choice: Any = None  # the Tile or KVSplit, for the tuned step
+    way: str = ""  # how GEMMs are computed: gemv, gemm or cublas
 
 
 def replay_us(launches: Callable[[], Any], count: int, replays: int = 15) -> float:
@@ -71,26 +73,28 @@ def replay_us(launches: Callable[[], Any], count: int, replays: int = 15) -> flo
 
 
 @torch.no_grad()
-def random_weights(depth: int) -> DecodeWeights:
+def random_model(depth: int) -> GPT:
+    """With weights that are exact in bf16."""
     model = build(scale_model(depth, VOCAB), CUDA, torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=1.0 if "embed" in name else parameter.size(1) ** -0.5)
-    return decode_weights(model, torch.bfloat16)
+        parameter.copy_(parameter.bfloat16())
+    return model
 
 
 @torch.no_grad()
-def full_cache(config: ModelConfig, slots: int) -> RingCache:
-    cache = RingCache.empty(config, slots, torch.bfloat16, CUDA)
-    for keys, values in zip(cache.keys, cache.values, strict=True):
+def full_cache(config: ModelConfig, slots: int) -> Cache:
+    cache = Cache(config, slots, CUDA, torch.bfloat16)
+    for keys, values in zip(cache.k, cache.v, strict=True):
         keys.copy_(torch.nn.functional.rms_norm(torch.randn_like(keys), (config.head_dim,)) * config.qk_gain)
         values.normal_()
     cache.tokens.random_(0, VOCAB)
     return cache
 
 
-def matrix_tiles(batch: int, dots: bool, kernel: str) -> list[Tile]:
-    if dots:
+def matrix_tiles(batch: int, tensor_cores: bool, kernel: str) -> list[Tile]:
+    if tensor_cores:
         at_once = 4096 // padded(batch)
         if kernel == "head":
             return [Tile(64, min(at_once, 128), 4, 4), Tile(128, min(at_once, 64), 4, 4)]
@@ -103,21 +107,28 @@ def matrix_tiles(batch: int, dots: bool, kernel: str) -> list[Tile]:
     return [Tile(4, 256, 4), Tile(8, 256, 8), Tile(8, 256, 4)]
 
 
-def splits_to_try(batch: int) -> list[Split]:
+def splits_to_try(batch: int) -> list[KVSplit]:
     if batch <= 8:
         few, some, many = (4, 8, 16) if batch == 1 else (1, 2, 4)
-        wide = [Split(count, 64, 4, 2, preload=True) for count in (some, few, many)]
-        dots = [Split(count, 64, 4, 2, preload=True, dots=True) for count in (some, many)]
+        wide = [KVSplit(count, 64, 4, 2, preload=True) for count in (some, few, many)]
+        dense = [KVSplit(count, 64, 4, 2, preload=True, tensor_cores=True) for count in (some, many)]
         return [
             *wide,
-            *dots,
-            Split(some, 64, 8, 2, preload=True),
-            Split(many, 32, 4, 2, preload=True, dots=True),
+            *dense,
+            KVSplit(some, 64, 8, 2, preload=True),
+            KVSplit(many, 32, 4, 2, preload=True, tensor_cores=True),
         ]
     if batch < 100:
-        return [Split(count, 64, 4, 3, dots=dots) for count in (1, 2, 4) for dots in (False, True)]
+        return [
+            KVSplit(count, 64, 4, 3, tensor_cores=tensor_cores)
+            for count in (1, 2, 4)
+            for tensor_cores in (False, True)
+        ]
     shapes = [(64, 4, 3, False), (64, 4, 3, True), (64, 4, 4, True), (32, 4, 5, False), (128, 8, 3, False)]
-    return [Split(1, keys, warps, stages, dots=dots) for keys, warps, stages, dots in shapes]
+    return [
+        KVSplit(1, keys, warps, stages, tensor_cores=tensor_cores)
+        for keys, warps, stages, tensor_cores in shapes
+    ]
 
 
 def copies_of(rows: int, inputs: int) -> list[Matrix]:
@@ -148,35 +159,48 @@ def candidates(weights: DecodeWeights, batch: int, context: int, pdl: bool) -> l
     for kernel, (outputs, inputs) in (sizes | {"head": (VOCAB, width)}).items():
         matrices = copies_of(outputs, inputs)
         count, size = len(matrices), outputs * inputs * 2
-        for dots in [False] * (batch <= 8) + [True] * (8 <= batch <= 64):
-            for tile in matrix_tiles(batch, dots, kernel):
+        for tensor_cores in [False] * (batch <= 8) + [True] * (8 <= batch <= 64):
+            for tile in matrix_tiles(batch, tensor_cores, kernel):
                 if kernel == "qkv":
 
-                    def call(i, m=matrices, t=tile, d=dots):
-                        norm_linear(x, m[i], qkv, tile=t, rows=rows, dots=d, pdl=pdl)
+                    def call(i, m=matrices, t=tile, d=tensor_cores):
+                        norm_linear(x, m[i], qkv, tile=t, rows=rows, tensor_cores=d, pdl=pdl)
                 elif kernel == "up":
 
-                    def call(i, m=matrices, t=tile, d=dots):
-                        norm_linear(x, m[i], h, tile=t, activation="relu2", dots=d, pdl=pdl)
+                    def call(i, m=matrices, t=tile, d=tensor_cores):
+                        norm_linear(x, m[i], h, tile=t, activation="relu2", tensor_cores=d, pdl=pdl)
                 elif kernel == "head":
 
-                    def call(i, m=matrices, t=tile, d=dots):
-                        norm_linear(x, m[i], logits, tile=t, activation="softcap", cap=15.0, dots=d, pdl=pdl)
-                elif kernel == "out" and not dots:
+                    def call(i, m=matrices, t=tile, d=tensor_cores):
+                        norm_linear(
+                            x, m[i], logits, tile=t, activation="softcap", cap=15.0, tensor_cores=d, pdl=pdl
+                        )
+                elif kernel == "out" and not tensor_cores:
                     splits = 8 if batch == 1 else 4
-                    sums = torch.randn(batch, config.heads, splits, config.head_dim, device=CUDA).bfloat16()
-                    totals = torch.rand(batch, config.heads, splits, device=CUDA) + 1
+                    partial = torch.randn(
+                        batch, config.heads, splits, config.head_dim, device=CUDA
+                    ).bfloat16()
+                    denominators = torch.rand(batch, config.heads, splits, device=CUDA) + 1
 
-                    def call(i, m=matrices, t=tile, s=sums, n=totals):
-                        attention_out(s, n, m[i], x, extra, tile=t, pdl=pdl)
+                    def call(i, m=matrices, t=tile, s=partial, n=denominators):
+                        combine_and_project(s, n, m[i], x, extra, tile=t, pdl=pdl)
                 else:
 
-                    def call(i, m=matrices, t=tile, d=dots, source=h if kernel == "down" else narrow):
+                    def call(i, m=matrices, t=tile, d=tensor_cores, source=h if kernel == "down" else narrow):
                         linear_residual(
-                            source, m[i], x, extra, tile=t, a=0.5, b=0.1, extra=extra, dots=d, pdl=pdl
+                            source,
+                            m[i],
+                            x,
+                            extra,
+                            tile=t,
+                            alpha=0.5,
+                            beta=0.1,
+                            extra=extra,
+                            tensor_cores=d,
+                            pdl=pdl,
                         )
 
-                way = "tiles" if dots else "rows"
+                way = "gemm" if tensor_cores else "gemv"
                 label = f"{way} {tile.rows}x{tile.inputs} w{tile.warps} s{tile.stages}"
                 made.append(Candidate(kernel, label, size, call, count, tile, way))
         if batch >= 8:
@@ -199,17 +223,17 @@ def candidates(weights: DecodeWeights, batch: int, context: int, pdl: bool) -> l
         values = torch.empty(shape, dtype=torch.bfloat16, device=CUDA).normal_()
         slots = torch.randperm(count * batch, device=CUDA).view(count, batch).int()
         for split in splits_to_try(batch):
-            sums = torch.empty(batch, config.heads, split.splits, config.head_dim, device=CUDA).bfloat16()
-            totals = torch.empty(batch, config.heads, split.splits, device=CUDA)
+            partial = torch.empty(batch, config.heads, split.splits, config.head_dim, device=CUDA).bfloat16()
+            denominators = torch.empty(batch, config.heads, split.splits, device=CUDA)
 
-            def attend(i, s=split, o=sums, n=totals, k=keys, v=values, at=slots, w=window):
+            def attend(i, s=split, o=partial, n=denominators, k=keys, v=values, at=slots, w=window):
                 rope_cache_attention(
                     qkv, k, v, at[i], positions, weights.cos, weights.sin, weights.heads, w, o, n,
                     token, weights.value_embeds[config.depth - 1], split=s, pdl=pdl,
                 )  # fmt: skip
 
             label = f"{split.splits} x {split.keys} keys w{split.warps} s{split.stages}"
-            label += " preload" * split.preload + " dots" * split.dots
+            label += " preload" * split.preload + " tensor cores" * split.tensor_cores
             name = f"attention {window}"
             made.append(Candidate(name, label, batch * seen * row_bytes, attend, count, split))
 
@@ -236,7 +260,7 @@ def tuned_step(
         window = candidate.kernel.removeprefix("attention ")
         if window != candidate.kernel:
             changed = replace(best, splits={**best.splits, int(window): candidate.choice})
-        elif candidate.choice is not None and candidate.way == base.matrices:
+        elif candidate.choice is not None and candidate.way == base.matmul:
             changed = replace(best, **{candidate.kernel: candidate.choice})
         else:
             continue
@@ -247,37 +271,38 @@ def tuned_step(
 
 
 @torch.no_grad()
-def step_us(weights: DecodeWeights, cache: RingCache, batch: int, context: int, tuning: Tuning) -> float:
-    scratch = Scratch(weights, batch, tuning.most_splits)
+def step_us(weights: DecodeWeights, cache: Cache, batch: int, context: int, tuning: Tuning) -> float:
+    workspace = Workspace(weights, batch, tuning.max_splits)
     slots = torch.arange(batch, device=CUDA, dtype=torch.int32)
     tokens = torch.randint(0, VOCAB, (batch,), device=CUDA, dtype=torch.int32)
     positions = torch.full((batch,), context - 1, device=CUDA, dtype=torch.int32)
 
     def run() -> None:
-        decode_step(weights, cache, slots, tokens, positions, tuning=tuning, scratch=scratch)
+        decode_step(weights, cache, slots, tokens, positions, tuning, workspace)
 
     return replay_us(run, 1, replays=40)
 
 
-def run_once(weights: DecodeWeights, cache: RingCache, batch: int, tuning: Tuning) -> float:
+def run_once(weights: DecodeWeights, cache: Cache, batch: int, tuning: Tuning) -> float:
     """Only to compile the kernels."""
     rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
-    decode_step(weights, cache, rows, rows, rows, tuning=tuning)
+    decode_step(weights, cache, rows, rows, rows, tuning)
     return 0.0
 
 
 @torch.no_grad()
-def step_error(weights: DecodeWeights, cache: RingCache, batch: int, tuning: Tuning) -> float:
+def step_error(model: GPT, weights: DecodeWeights, cache: Cache, batch: int, tuning: Tuning) -> float:
     """‖fast - float64‖ / ‖float64‖ of the logits, at odd lengths."""
-    rows = min(batch, cache.tokens.size(0))
-    slots = torch.randperm(rows, device=CUDA)[:batch].int()
-    tokens = torch.randint(0, VOCAB, (batch,), device=CUDA, dtype=torch.int32)
-    positions = torch.randint(0, weights.config.context, (batch,), device=CUDA, dtype=torch.int32)
-    exact = RingCache(
-        tuple(k.double() for k in cache.keys), tuple(v.double() for v in cache.values), cache.tokens.clone()
-    )
-    fast = decode_step(weights, cache, slots, tokens, positions, tuning=tuning).double()
-    truth = plain_step(weights, exact, slots, tokens, positions)
+    slots = torch.randperm(batch, device=CUDA)
+    tokens = torch.randint(0, VOCAB, (batch,), device=CUDA)
+    positions = torch.randint(0, weights.config.context, (batch,), device=CUDA)
+    exact = Cache(cache.config, cache.slots, CUDA, torch.float64)
+    for mine, theirs in zip(
+        (*exact.k, *exact.v, exact.tokens), (*cache.k, *cache.v, cache.tokens), strict=True
+    ):
+        mine.copy_(theirs)
+    fast = decode_step(weights, cache, slots, tokens, positions, tuning).double()
+    truth = decode(freeze(model, torch.float64), exact, slots, tokens, positions)
     return ((fast - truth).norm() / truth.norm()).item()
 
 
@@ -291,15 +316,15 @@ def tunings(config: ModelConfig, batch: int) -> dict[str, Tuning]:
     base = tune(config, batch, CUDA)
     ways: dict[str, Tuning] = {"default": base, "default, no PDL": replace(base, pdl=False)}
     if batch <= 8:
-        ways["rows"] = replace(tune(config, 1, CUDA), splits=base.splits)
+        ways["gemv"] = replace(tune(config, 1, CUDA), splits=base.splits)
     if 4 <= batch <= 64:
-        ways["tiles"] = replace(tune(config, batch, CUDA, int8=True), splits=base.splits, matrices="tiles")
+        ways["gemm"] = replace(tune(config, batch, CUDA, int8=True), splits=base.splits, matmul="gemm")
         ways["cublas"] = replace(tune(config, 128, CUDA), splits=base.splits)
-    return {way: t for way, t in ways.items() if way.startswith("default") or t.matrices != base.matrices}
+    return {way: t for way, t in ways.items() if way.startswith("default") or t.matmul != base.matmul}
 
 
 def measure(
-    weights: DecodeWeights, batch: int, context: int, deadline: float, compile_only: bool
+    model: GPT, weights: DecodeWeights, batch: int, context: int, deadline: float, compile_only: bool
 ) -> list[dict[str, Any]]:
     config = weights.config
     cache = full_cache(config, batch)
@@ -309,13 +334,13 @@ def measure(
 
     def time_step(label: str, tuning: Tuning) -> float:
         us = step_us(weights, cache, batch, context, tuning)
-        label = f"{label} ({tuning.matrices})"
+        label = f"{label} ({tuning.matmul})"
         size = step_bytes(config, batch, context)
         found.append({**shape, "kernel": "STEP", "label": label, "us": us, "bytes": size, "best": True})
         return us
 
     if not compile_only:
-        error = step_error(weights, cache, batch, ways["default"])
+        error = step_error(model, weights, cache, batch, ways["default"])
         found.append({**shape, "kernel": "ERROR", "label": "step against float64", "error": error})
     step_times = {label: time_step(label, tuning) for label, tuning in ways.items()}
     fastest: dict[str, dict[str, Any]] = {}
@@ -404,13 +429,14 @@ def main() -> None:
             worker.wait()
         print(f"{len(cells)} workers compiled for {time.monotonic() - begin:.0f} s", flush=True)
     found: list[dict[str, Any]] = []
-    weights: DecodeWeights | None = None
+    model: GPT | None = None
     for left, (depth, batch) in zip(range(len(cells), 0, -1), cells, strict=True):
-        if weights is None or weights.config.depth != depth:
-            weights = random_weights(depth)
+        if model is None or model.config.depth != depth:
+            model = random_model(depth)
+            weights = DecodeWeights.of(freeze(model))
         now = time.monotonic()
         deadline = now + (begin + args.seconds - now) / left
-        found += measure(weights, batch, args.context, deadline, args.compile_only)
+        found += measure(model, weights, batch, args.context, deadline, args.compile_only)
         torch.cuda.empty_cache()
     if args.compile_only:
         return

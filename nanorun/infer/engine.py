@@ -119,7 +119,6 @@ class Engine:
     ) -> None:
         self.settings, self.tokenizer = settings or Settings(), tokenizer
         self._scheduler = Scheduler(model, self.settings, draft, decoder, self._on_finish, self._on_tool_call)
-        self.context, self.vocab_size = self._scheduler.context, model.config.vocab_size
         self._handles: dict[
             SequenceState, Handle
         ] = {}  # of all running samples; only for the engine's thread
@@ -129,13 +128,21 @@ class Engine:
         self._submitted, self._queued = 0, 0  # samples in the inbox; samples that wait in the scheduler
         self._failure: BaseException | None = None
         self._default_threads = self._own_threads = torch.get_num_threads()
-        weights = self._scheduler.weights
-        if weights.device.type == "cpu":
+        frozen = self._scheduler.model
+        if frozen.device.type == "cpu":
             keep_freed_memory()
-            is_small = weights.bytes_per_step < SINGLE_THREAD_BYTES
+            is_small = frozen.bytes_per_step < SINGLE_THREAD_BYTES
             self._own_threads = self.settings.threads or (1 if is_small else self._default_threads)
         self._thread: threading.Thread | None = None
         self._tool_executor: ThreadPoolExecutor | None = None
+
+    @property
+    def context(self) -> int:
+        return self._scheduler.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self._scheduler.model.config.vocab_size
 
     @property
     def stats(self) -> Stats:
@@ -155,8 +162,8 @@ class Engine:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes."""
-        weights, caches = zip(*self._scheduler.models, strict=True)
-        return {"weights": sum(w.bytes for w in weights), "cache": sum(c.bytes for c in caches)}
+        models, caches = zip(*self._scheduler.models, strict=True)
+        return {"weights": sum(m.bytes for m in models), "cache": sum(c.bytes for c in caches)}
 
     def generate(
         self, requests: Sequence[Request], on_reply: Callable[[], None] | None = None
@@ -227,7 +234,8 @@ class Engine:
             return self._enqueue(request, listener)
 
     def load_weights(self, model: GPT) -> None:
-        """Continues with the model's current weights, as reinforcement learning does between two batches."""
+        """Continues with the model's current weights, as reinforcement learning does between two batches. Its
+        configuration may differ from that of the old model."""
 
         def load() -> None:
             if self._handles:
@@ -294,7 +302,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            if (device := self._scheduler.weights.device).type == "cuda":
+            if (device := self._scheduler.model.device).type == "cuda":
                 torch.cuda.set_device(device)
             torch.set_num_threads(self._own_threads)
             with torch.inference_mode():

@@ -47,13 +47,17 @@ class FrozenLinear(nn.Module):
     def __init__(self, matrix: Matrix, outputs: int | None = None) -> None:
         super().__init__()
         self.matrix = matrix
-        self.outputs = matrix.weight.size(0) if outputs is None else outputs
+        self._weight, self._scale = (
+            matrix.weight[:outputs],
+            matrix.scale,
+        )  # a view: `FrozenGPT.load` writes in place
+        if self._scale is not None:
+            self._scale = self._scale[:outputs]
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, scale = self.matrix.weight[: self.outputs], self.matrix.scale
-        if scale is None:
-            return F.linear(x, weight)
-        return F.linear(x, weight.to(x.dtype)) * scale[: self.outputs].to(x.dtype)
+        if self._scale is None:
+            return F.linear(x, self._weight)
+        return F.linear(x, self._weight.to(x.dtype)) * self._scale.to(x.dtype)
 
 
 class FrozenGPT(GPT):
@@ -72,13 +76,13 @@ class FrozenGPT(GPT):
         self.cos, self.sin = model.cos.to(dtype, copy=True), model.sin.to(dtype, copy=True)
         for mine, its in zip(self.layers(), model.layers(), strict=True):
             attention = mine.attention
-            attention.joined = FrozenLinear(
-                _matrix(_joined(its.attention), dtype, int8),
-                sum(part.out_features for part in (attention.q, attention.k, attention.v)),
-            )
-            if its.attention.value_gate is not None:
-                gate = its.attention.value_gate.weight.to(dtype, copy=True)
-                attention.value_gate.load_state_dict({"weight": gate}, assign=True)  # type: ignore[union-attr]
+            joined = _matrix(_joined(its.attention), dtype, int8)
+            qkv_rows = sum(part.out_features for part in (attention.q, attention.k, attention.v))
+            attention.joined = FrozenLinear(joined, qkv_rows)
+            if attention.value_gate is not None:  # as the joined matrix has it, which int8 has rounded
+                rows = slice(qkv_rows, qkv_rows + attention.value_gate.out_features)
+                gate = joined.dense(dtype)[rows, : attention.value_gate.in_features].clone()
+                attention.value_gate.load_state_dict({"weight": gate}, assign=True)
             attention.out = _frozen(its.attention.out, dtype, int8)
             mine.mlp.up, mine.mlp.down = _frozen(its.mlp.up, dtype, int8), _frozen(its.mlp.down, dtype, int8)
         self.head = _frozen(model.head, dtype, int8)

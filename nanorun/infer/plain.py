@@ -1,7 +1,7 @@
-"""Generation as the definition says: the whole forward pass again for every token.
+"""Reference generation: a full forward pass for every token, without a cache.
 
-Slow, and the truth that any faster way is compared with. Samples during training use it, where a few dozen
-tokens are wanted and nothing depends on speed.
+Slow, and the reference for every faster way. Training uses it for samples, where a few dozen tokens are needed and
+speed does not matter.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ def generate(
     seed: int = 0,
     stop: Sequence[int] = (),
 ) -> list[list[int]]:
-    """What the model says after each prompt, without the stop token. Temperature 0 takes the likeliest.
+    """The continuation of each prompt, without the stop token. Temperature 0 is greedy.
 
-    Each prompt draws from its own generator, so a sample does not depend on which others are asked for.
+    Each prompt has its own random generator, so a sample does not depend on the other prompts.
     """
     replies = []
-    for number, prompt in enumerate(prompts):
-        dice = torch.Generator().manual_seed(seed + number)
+    for i, prompt in enumerate(prompts):
+        generator = torch.Generator().manual_seed(seed + i)
         tokens = list(prompt)
         for _ in range(max_tokens):
             context = torch.tensor([tokens[-model.config.context :]], device=model.embed.weight.device)
             logits = model.logits(context)[0, -1].cpu()
-            token = _draw(logits, temperature, top_k, dice)
+            token = _sample(logits, temperature, top_k, generator)
             if token in stop:
                 break
             tokens.append(token)
@@ -41,10 +41,10 @@ def generate(
     return replies
 
 
-def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, dice: torch.Generator) -> int:
+def _sample(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.numel():
-        least = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=dice))
+        threshold = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

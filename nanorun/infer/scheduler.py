@@ -17,6 +17,7 @@ that calls a tool keeps its slot and leaves the batch until the output arrives, 
 Only the engine's thread calls the scheduler; `engine.py` is the interface for other threads.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,9 +26,11 @@ from typing import Any, Literal
 
 import torch
 
+from nanorun.config import ModelConfig
+from nanorun.console import say
 from nanorun.errors import UserError
 from nanorun.infer.cache import Cache, SlotPool
-from nanorun.infer.forward import Decoder, compiled_plain, plain, prefill
+from nanorun.infer.forward import Decoder, compiled_decode, plain_decode, prefill
 from nanorun.infer.frozen import freeze
 from nanorun.infer.request import MAX_TOP_LOGPROBS, Finish, Reply
 from nanorun.infer.sampling import GumbelArgmax, SamplingFeatures, SamplingParams, gumbel_argmax
@@ -102,26 +105,9 @@ class Scheduler:
         on_tool_call: Callable[[SequenceState, Any], None],
     ) -> None:
         self.stats, self._on_finish, self._on_tool_call = Stats(), on_finish, on_tool_call
-        self.weights = freeze(model, int8=settings.int8)
-        device = self.weights.device
-        cuda = device.type == "cuda"
-        compiled = settings.compile or ("sampler" if cuda else "none")
-        self._select: GumbelArgmax = gumbel_argmax if compiled == "none" else torch.compile(gumbel_argmax)
-        self._decoder = decoder or _fastest(device, compiled, settings.speculate is not None)
-        self.cache = Cache(model.config, settings.slots, device, self.weights.dtype)
-        self.context = model.config.context
-        self.models = [(self.weights, self.cache)]  # and the draft model, which prefills every prompt, too
-        drafter = self._drafter(settings, draft)
-        self._pool = SlotPool([cache for _, cache in self.models])
-        self.stepper = Stepper(
-            self._decoder(self.weights, self.cache),
-            self.cache,
-            self.context,
-            drafter,
-            self._select,
-            capture=capture_cuda_graph if cuda and settings.graphs else None,
-            greedy_sample=_greedy_sample(device),
-        )
+        self._settings, self._draft, self._custom_decoder = settings, draft, decoder
+        self._build(model)
+        cuda = self.model.device.type == "cuda"
         self._async = cuda if settings.async_scheduling is None else settings.async_scheduling
         self._prefill_tokens = settings.prefill_tokens or (8192 if cuda else 512)
         self._events_per_s, self._next_event_time = settings.events_per_s, 0.0
@@ -131,6 +117,31 @@ class Scheduler:
         self._calling_tools: list[SequenceState] = []
         self._in_flight: _ScheduledStep | None = None
         self._batch: tuple[list[SequenceState], SamplingFeatures] = ([], SamplingFeatures())
+
+    def _build(self, model: GPT) -> None:
+        """Everything that depends on the model's configuration: weights, caches and the decode step."""
+        settings = self._settings
+        self.model = freeze(model, int8=settings.int8)
+        device = self.model.device
+        cuda = device.type == "cuda"
+        compiled = settings.compile or ("sampler" if cuda else "none")
+        self._select: GumbelArgmax = gumbel_argmax if compiled == "none" else torch.compile(gumbel_argmax)
+        speculates = settings.speculate is not None
+        self._decoder = self._custom_decoder or _fastest_decoder(model.config, device, compiled, speculates)
+        self.cache = Cache(model.config, settings.slots, device, self.model.dtype)
+        self.context = model.config.context
+        self.models = [(self.model, self.cache)]  # and the draft model, which prefills every prompt, too
+        drafter = self._drafter()
+        self._pool = SlotPool([cache for _, cache in self.models])
+        self.stepper = Stepper(
+            self._decoder(self.model, self.cache),
+            self.cache,
+            self.context,
+            drafter,
+            self._select,
+            capture=capture_cuda_graph if cuda and settings.graphs else None,
+            greedy_sample=_greedy_kernel(device),
+        )
 
     def add(self, samples: Sequence[SequenceState]) -> None:
         """Queues the samples of one prompt."""
@@ -156,10 +167,16 @@ class Scheduler:
             self._end(sequence, "cancelled")
 
     def load_weights(self, model: GPT) -> None:
-        """Copies the model's current weights; captured graphs and cached prefixes of the old ones are dropped."""
-        self.weights.load(model)
-        self.stepper.set_decode(self._decoder(self.weights, self.cache))
-        self._pool.clear()
+        """Copies the model's current weights; captured graphs and cached prefixes of the old ones are dropped.
+
+        Where the configuration has changed (windows, context, rotary embedding), everything is built again.
+        """
+        if model.config != self.model.config:
+            self._build(model)
+        else:
+            self.model.load(model)
+            self.stepper.set_decode(self._decoder(self.model, self.cache))
+            self._pool.clear()
 
     @property
     def has_work(self) -> bool:
@@ -204,8 +221,8 @@ class Scheduler:
             slots = [sequence.assigned_slot for sequence, _ in batch]
             starts = [slot.cached_tokens for slot in slots]
             chunks = [s.tokens[start : start + n] for (s, n), start in zip(batch, starts, strict=True)]
-            for weights, cache in self.models:
-                prefill(weights, cache, [slot.index for slot in slots], chunks, starts)
+            for model, cache in self.models:
+                prefill(model, cache, [slot.index for slot in slots], chunks, starts)
             for slot, chunk in zip(slots, chunks, strict=True):
                 slot.cached_tokens += len(chunk)
                 slot.high_water_mark = max(slot.high_water_mark, slot.cached_tokens)
@@ -302,41 +319,46 @@ class Scheduler:
         self._waiting.extendleft(reversed(siblings))
         self._on_finish(sequence, sequence.end(finish))
 
-    def _drafter(self, settings: Settings, draft: GPT | None) -> Drafter | None:
+    def _drafter(self) -> Drafter | None:
+        settings = self._settings
         if settings.speculate is None:
             return None
         if settings.speculate == "lookup":
             return PromptLookup(self.cache, settings.draft_tokens)
-        if draft is None:
+        if self._draft is None:
             raise UserError(
                 "Speculative decoding with a draft model needs one: name a smaller model of the same tokenizer."
             )
-        config, vocab_size = draft.config, self.weights.config.vocab_size
+        config, vocab_size = self._draft.config, self.model.config.vocab_size
         if config.vocab_size != vocab_size:
             raise UserError(
                 f"The draft model has {config.vocab_size} tokens and the model {vocab_size}: they must share a "
                 "tokenizer."
             )
-        weights = freeze(draft, self.weights.dtype, settings.int8)
-        cache = Cache(config, settings.slots, self.weights.device, self.weights.dtype)
-        self.models.append((weights, cache))
+        draft = freeze(self._draft, self.model.dtype, settings.int8)
+        cache = Cache(config, settings.slots, self.model.device, self.model.dtype)
+        self.models.append((draft, cache))
         self.context = min(self.context, config.context)
-        decode = self._decoder(weights, cache)
+        decode = self._decoder(draft, cache)
         return DraftModel(decode, cache, settings.draft_tokens, self.context, self._select)
 
 
-def _fastest(device: torch.device, compiled: str, speculates: bool) -> Decoder:
-    """Our kernels on a GPU, except for verifying drafts: those are several rows of one sequence."""
+def _fastest_decoder(config: ModelConfig, device: torch.device, compiled: str, speculates: bool) -> Decoder:
+    """Our kernels on a GPU, if they support the model; they cannot verify drafts, several rows of one sequence."""
     if kernels_run_on(device) and not speculates and compiled != "decode":
-        from nanorun.infer.kernels.decoder import by_kernels
+        from nanorun.infer.kernels.step import fast_decode, unsupported
 
-        return by_kernels
-    return compiled_plain if compiled == "decode" else plain
+        fields = unsupported(config)
+        if not fields:
+            return fast_decode
+        say(f"The fast decode step does not support {', '.join(fields)}: decoding with the plain model.")
+    return compiled_decode if compiled == "decode" else plain_decode
 
 
-def _greedy_sample(device: torch.device) -> GreedySample | None:
+def _greedy_kernel(device: torch.device) -> GreedySample | None:
     if not kernels_run_on(device):
         return None
-    from nanorun.infer.kernels.decoder import greedy_end
+    from nanorun.infer.kernels.elementwise import greedy_sample
+    from nanorun.infer.kernels.language import supports_pdl
 
-    return greedy_end(device)
+    return functools.partial(greedy_sample, pdl=supports_pdl(device))

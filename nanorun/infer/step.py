@@ -34,7 +34,7 @@ from nanorun.infer.sampling import (
 )
 from nanorun.infer.speculate import Drafter
 
-GreedySample = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, slots, table: `kernels/greedy.py`
+GreedySample = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, slots, table: `kernels/elementwise.py`
 Outputs = tuple[Tensor, ...]  # counts and tokens (B, 1 + g); log-probabilities (B, g, 2); top (B, g, n), ids
 
 

@@ -1,4 +1,4 @@
-"""The decode kernels at real shapes: bf16 against float64, odd lengths, launched ahead of one another, in a graph."""
+"""The decode kernels at real shapes: bf16 against float64, odd lengths, with programmatic launch, in a graph."""
 
 from dataclasses import replace
 
@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from nanorun.config import scale_model
-from nanorun.infer.frozen import Matrix, quantize
+from nanorun.infer.cache import Cache
+from nanorun.infer.forward import decode
+from nanorun.infer.frozen import Matrix, freeze, quantize
 from nanorun.infer.kernels import attention, linear
-from nanorun.infer.kernels.attention import Heads, Split
+from nanorun.infer.kernels.attention import Heads, KVSplit
 from nanorun.infer.kernels.linear import Tile
-from nanorun.infer.kernels.step import decode_step, plain_step, tune
-from nanorun.infer.kernels.weights import RingCache, Scratch, decode_weights
+from nanorun.infer.kernels.step import decode_step, tune
+from nanorun.infer.kernels.weights import DecodeWeights, Workspace
 from nanorun.model.gpt import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -19,8 +21,8 @@ CUDA = torch.device("cuda")
 
 
 def randn(*shape, dtype=torch.bfloat16, seed=0):
-    dice = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, device="cuda", generator=dice).to(dtype)
+    rng = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", generator=rng).to(dtype)
 
 
 def poison(*shape, dtype=torch.bfloat16):
@@ -33,10 +35,10 @@ def relative_error(fast, truth):
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "dots"), [(1, False), (3, False), (8, False), (8, True), (17, True), (64, True)]
+    ("batch", "tensor_cores"), [(1, False), (3, False), (8, False), (8, True), (17, True), (64, True)]
 )
 @pytest.mark.parametrize("inputs", [768, 1280])
-def test_matrix_kernels_agree_with_float64(inputs, batch, dots, int8):
+def test_matrix_kernels_agree_with_float64(inputs, batch, tensor_cores, int8):
     weight = randn(3 * inputs + 16, inputs) * inputs**-0.5
     up = quantize(weight) if int8 else Matrix(weight)
     down_weight = randn(inputs, 4 * inputs, seed=1) * inputs**-0.5
@@ -44,26 +46,44 @@ def test_matrix_kernels_agree_with_float64(inputs, batch, dots, int8):
     x, h = randn(batch, inputs, dtype=torch.float32), randn(batch, 4 * inputs)
     extra = randn(batch, inputs, dtype=torch.float32, seed=2)
     at_once = 4096 // linear.padded(batch)
-    tile = Tile(16, at_once, stages=4) if dots else Tile(4, 256)
+    tile = Tile(16, at_once, stages=4) if tensor_cores else Tile(4, 256)
     for pdl in (False, True):
         y = poison(batch, 3 * inputs + 16)
         rows = 3 * inputs + 6
-        linear.norm_linear(x, up, y, tile=tile, rows=rows, activation="relu2", dots=dots, pdl=pdl)
-        truth = linear.plain_norm_linear(x.double(), up, "relu2")[:, :rows]
+        linear.norm_linear(
+            x, up, y, tile=tile, rows=rows, activation="relu2", tensor_cores=tensor_cores, pdl=pdl
+        )
+        truth = linear.norm_linear_reference(x.double(), up, "relu2")[:, :rows]
         assert relative_error(y[:, :rows], truth) < 1e-2
         assert y[:, rows:].isnan().all()
         out, keep = poison(batch, inputs, dtype=torch.float32), poison(batch, inputs, dtype=torch.float32)
         linear.linear_residual(
-            h, down, x, out, tile=tile, a=1.1, b=0.2, extra=extra, keep=keep, dots=dots, pdl=pdl
+            h,
+            down,
+            x,
+            out,
+            tile=tile,
+            alpha=1.1,
+            beta=0.2,
+            extra=extra,
+            keep=keep,
+            tensor_cores=tensor_cores,
+            pdl=pdl,
         )
-        truth, after = linear.plain_linear_residual(h.double(), down, x.double(), 1.1, 0.2, extra.double())
+        truth, after = linear.linear_residual_reference(
+            h.double(), down, x.double(), 1.1, 0.2, extra.double()
+        )
         assert relative_error(out, truth) < 5e-3
         assert relative_error(keep, after) < 5e-3
 
 
 SPLITS = [
-    Split(1), Split(1, 64, 4, 3, dots=True), Split(1, 128, 8, 2), Split(8, preload=True), Split(16, 32, preload=True)
-]  # fmt: skip
+    KVSplit(1),
+    KVSplit(1, 64, 4, 3, tensor_cores=True),
+    KVSplit(1, 128, 8, 2),
+    KVSplit(8, preload=True),
+    KVSplit(16, 32, preload=True),
+]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -88,16 +108,29 @@ def test_attention_over_a_ring_agrees_with_float64(window, length, heads, split)
     tokens = torch.randint(0, 100, (batch,), device="cuda", dtype=torch.int32)
     table = randn(100, kv_dim, seed=3)
     exact_k, exact_v = k_cache.double(), v_cache.double()
-    truth = attention.plain_rope_cache_attention(
+    truth = attention.rope_cache_attention_reference(
         qkv.double(), exact_k, exact_v, where.long(), at.long(), cos, sin, heads, window, tokens.long(), table
     )
-    sums = poison(batch, heads.heads, split.splits, heads.head_dim)
-    totals = poison(batch, heads.heads, split.splits, dtype=torch.float32)
+    partial = poison(batch, heads.heads, split.splits, heads.head_dim)
+    denominators = poison(batch, heads.heads, split.splits, dtype=torch.float32)
     out = poison(batch, heads.heads * heads.head_dim)
     attention.rope_cache_attention(
-        qkv, k_cache, v_cache, where, at, cos, sin, heads, window, sums, totals, tokens, table, split=split
+        qkv,
+        k_cache,
+        v_cache,
+        where,
+        at,
+        cos,
+        sin,
+        heads,
+        window,
+        partial,
+        denominators,
+        tokens,
+        table,
+        split=split,
     )
-    fast = attention.combine(sums, totals, out) if split.splits > 1 else sums.view_as(out)
+    fast = attention.combine_splits(partial, denominators, out) if split.splits > 1 else partial.view_as(out)
     assert relative_error(fast, truth) < 1e-2
     for row in range(batch):  # long sums average noise away: no row may hide behind another
         assert relative_error(fast[row], truth[row]) < 2e-2, positions[row]
@@ -107,59 +140,60 @@ def test_attention_over_a_ring_agrees_with_float64(window, length, heads, split)
         x = randn(8, 768, dtype=torch.float32)
         matrix = Matrix(randn(768, out.size(1), seed=4) * 0.03)
         projected = poison(8, 768, dtype=torch.float32)
-        attention.attention_out(sums[:8], totals[:8], matrix, x, projected, tile=Tile(8, 128))
-        expected, _ = linear.plain_linear_residual(fast[:8].double(), matrix, x.double())
+        attention.combine_and_project(partial[:8], denominators[:8], matrix, x, projected, tile=Tile(8, 128))
+        expected, _ = linear.linear_residual_reference(fast[:8].double(), matrix, x.double())
         assert relative_error(projected, expected) < 5e-3
 
 
 @torch.no_grad()
-def awake_weights(depth, int8=False):
-    """Random weights of a d12 or d20, every part of which does something."""
+def awake_model(depth):
+    """A d12 or d20 with random weights that are exact in bf16, every part of which does something."""
     model = build(scale_model(depth, 32_768), CUDA, torch.bfloat16)
+    model.smear_scale.fill_(0.5)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=1.0 if "embed" in name else parameter.size(1) ** -0.5)
-    model.smear_scale.fill_(0.5)
-    return decode_weights(model, torch.bfloat16, int8=int8)
+        parameter.copy_(parameter.bfloat16())
+    return model
 
 
 @torch.no_grad()
 def filled_cache(config, slots):
-    cache = RingCache.empty(config, slots, torch.bfloat16, CUDA)
-    for keys, values in zip(cache.keys, cache.values, strict=True):
+    cache = Cache(config, slots, CUDA, torch.bfloat16)
+    for keys, values in zip(cache.k, cache.v, strict=True):
         keys.copy_(torch.nn.functional.rms_norm(torch.randn_like(keys), (config.head_dim,)) * config.qk_gain)
         values.normal_()
     cache.tokens.random_(0, config.vocab_size)
     return cache
 
 
-def copied(cache, dtype=None):
-    return RingCache(
-        tuple(k.to(dtype or k.dtype, copy=True) for k in cache.keys),
-        tuple(v.to(dtype or v.dtype, copy=True) for v in cache.values),
-        cache.tokens.clone(),
-    )
+def copied(cache, dtype=torch.bfloat16):
+    copy = Cache(cache.config, cache.slots, CUDA, dtype)
+    for mine, theirs in zip((*copy.k, *copy.v, copy.tokens), (*cache.k, *cache.v, cache.tokens), strict=True):
+        mine.copy_(theirs)
+    return copy
 
 
 @pytest.mark.parametrize("int8", [False, True])
 @torch.no_grad()
-def test_steps_of_every_size_agree_with_float64(int8):
-    weights = awake_weights(12, int8)
-    config = weights.config
+def test_steps_of_every_size_agree_with_the_plain_step_in_float64(int8):
+    model = awake_model(12)
+    exact, weights = freeze(model, torch.float64, int8), DecodeWeights.of(freeze(model, int8=int8))
+    config = model.config
     for batch in (1, 3, 8, 17, 65, 128):
         cache = filled_cache(config, batch + 2)
-        slots = torch.randperm(batch + 2, device="cuda")[:batch].int()
-        tokens = torch.randint(0, config.vocab_size, (batch,), device="cuda", dtype=torch.int32)
-        positions = torch.randint(0, config.context, (batch,), device="cuda", dtype=torch.int32)
+        slots = torch.randperm(batch + 2, device="cuda")[:batch]
+        tokens = torch.randint(0, config.vocab_size, (batch,), device="cuda")
+        positions = torch.randint(0, config.context, (batch,), device="cuda")
         positions[0] = 1023
-        truth = plain_step(weights, copied(cache, torch.float64), slots, tokens, positions)
-        ways = {"tiles"} | ({"rows"} if batch <= 8 else set()) | ({"cublas"} if not int8 else set())
+        truth = decode(exact, copied(cache, torch.float64), slots, tokens, positions)
+        ways = {"gemm"} | ({"gemv"} if batch <= 8 else set()) | ({"cublas"} if not int8 else set())
         for way in sorted(ways):
             tuning = tune(config, batch, CUDA, int8)
-            if way != tuning.matrices:
-                other = {"rows": 1, "tiles": 64, "cublas": 128}[way]
-                tuning = replace(tune(config, other, CUDA, int8=way == "tiles"), splits=tuning.splits)
-            if batch > 64 and way == "tiles":
+            if way != tuning.matmul:
+                other = {"gemv": 1, "gemm": 64, "cublas": 128}[way]
+                tuning = replace(tune(config, other, CUDA, int8=way == "gemm"), splits=tuning.splits)
+            if batch > 64 and way == "gemm":
                 tuning = replace(
                     tuning,
                     qkv=Tile(32, 32),
@@ -168,7 +202,7 @@ def test_steps_of_every_size_agree_with_float64(int8):
                     down=Tile(32, 64),
                     head=Tile(64, 32),
                 )
-            logits = decode_step(weights, copied(cache), slots, tokens, positions, tuning=tuning)
+            logits = decode_step(weights, copied(cache), slots, tokens, positions, tuning)
             assert relative_error(logits, truth) < 3e-2, (batch, way)
 
 
@@ -176,7 +210,7 @@ def test_steps_of_every_size_agree_with_float64(int8):
 @torch.no_grad()
 def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
     """Kernels that start before their predecessors end must not see half-written data: forty steps, twice."""
-    weights = awake_weights(12)
+    weights = DecodeWeights.of(freeze(awake_model(12)))
     config = weights.config
     started = filled_cache(config, batch)
     slots = torch.arange(batch, device="cuda", dtype=torch.int32)
@@ -184,7 +218,7 @@ def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
     positions = torch.zeros(batch, device="cuda", dtype=torch.int32)
     first = torch.randint(500, 520, (batch,), device="cuda", dtype=torch.int32)
     overlapped = tune(config, batch, CUDA)
-    scratch = Scratch(weights, batch, overlapped.most_splits)
+    workspace = Workspace(weights, batch, overlapped.max_splits)
 
     def steps(run):
         positions.copy_(first)
@@ -197,25 +231,25 @@ def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
 
     apart = copied(started)
     serial = replace(overlapped, pdl=False)
-    truth = steps(lambda: decode_step(weights, apart, slots, tokens, positions, tuning=serial))
+    truth = steps(lambda: decode_step(weights, apart, slots, tokens, positions, serial))
     cache = copied(started)
-    decode_step(weights, cache, slots, tokens, positions, tuning=overlapped, scratch=scratch)
+    decode_step(weights, cache, slots, tokens, positions, overlapped, workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_step(weights, cache, slots, tokens, positions, tuning=overlapped, scratch=scratch)
+        decode_step(weights, cache, slots, tokens, positions, overlapped, workspace)
     for _ in range(2):
-        for mine, theirs in zip((*cache.keys, *cache.values), (*started.keys, *started.values), strict=True):
+        for mine, theirs in zip((*cache.k, *cache.v), (*started.k, *started.v), strict=True):
             mine.copy_(theirs)
         cache.tokens.copy_(started.tokens)
 
         def replayed():
-            scratch.logits.fill_(float("nan"))
+            workspace.logits.fill_(float("nan"))
             graph.replay()
-            return scratch.logits
+            return workspace.logits
 
         said = steps(replayed)
-        if overlapped.matrices == "cublas":  # free to add up in another order inside a graph
+        if overlapped.matmul == "cublas":  # free to add up in another order inside a graph
             assert relative_error(said, truth) < 1e-2
         else:
             assert torch.equal(said, truth)

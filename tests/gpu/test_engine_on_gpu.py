@@ -1,4 +1,4 @@
-"""On CUDA the engine captures graphs and runs ahead; what it says is what the plain forward says."""
+"""On CUDA the engine captures graphs and schedules asynchronously; its output is that of the plain forward."""
 
 import gc
 
@@ -18,23 +18,23 @@ GREEDY = Sampling(temperature=0)
 def grown(seed=0, depth=4, **changes):
     shape = {"dim": 128, "heads": 4, "kv_heads": 2, "short_window": 32, **changes}
     model = build(scale_model(depth, VOCAB, CONTEXT, **shape), torch.device("cuda"), torch.float32, seed=seed)
-    dice = torch.Generator("cuda").manual_seed(seed)
+    rng = torch.Generator("cuda").manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=dice, device="cuda")
+            parameter += 0.1 * torch.randn(parameter.shape, generator=rng, device="cuda")
     return model
 
 
 def prompts(count, longest, seed=0):
-    dice = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest, (count,), generator=dice).tolist()
-    return [torch.randint(0, VOCAB, (n,), generator=dice).tolist() for n in lengths]
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=rng).tolist()
+    return [torch.randint(0, VOCAB, (n,), generator=rng).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("speculate", [None, "lookup", "draft"])
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("heads", [{}, {"kv_heads": 4, "dim": 96, "heads": 4}])
-def test_graphs_run_ahead_and_speculation_say_what_the_plain_forward_says(speculate, graphs, heads):
+def test_graphs_async_scheduling_and_speculation_agree_with_the_plain_forward(speculate, graphs, heads):
     model = grown(**heads)
     texts = prompts(9, 200)
     expected = [plain.generate(model, [text], 30, temperature=0)[0] for text in texts]
@@ -44,7 +44,7 @@ def test_graphs_run_ahead_and_speculation_say_what_the_plain_forward_says(specul
     assert [reply.ids for reply in replies] == expected
 
 
-def test_a_seed_gives_the_same_in_any_batch_with_any_rules_beside_it():
+def test_a_seed_gives_the_same_tokens_in_any_batch():
     model = grown()
     rules = [
         Sampling(seed=1),
@@ -61,7 +61,7 @@ def test_a_seed_gives_the_same_in_any_batch_with_any_rules_beside_it():
         assert [reply.ids for reply in together] == [reply.ids for reply in alone] * 2
 
 
-def test_samples_fork_turns_are_reused_and_weights_renewed_under_captured_graphs():
+def test_forks_prefix_reuse_and_new_weights_work_with_captured_graphs():
     model, other = grown(), grown(5)
     text = prompts(1, 150, seed=3)[0]
     with Engine(model, None, Settings(slots=8)) as engine:
@@ -72,11 +72,11 @@ def test_samples_fork_turns_are_reused_and_weights_renewed_under_captured_graphs
         reply = engine.generate([Request(longer, GREEDY, max_tokens=5)])[0]
         assert reply.reused_tokens >= len(text)
         assert reply.ids == plain.generate(model, [longer], 5, temperature=0)[0]
-        for renewed in (other, model, other):  # each time the last graph's memory goes with it
-            engine.load_weights(renewed)
+        for loaded in (other, model, other):  # each time the memory of the old graphs is freed
+            engine.load_weights(loaded)
             gc.collect()
             reply = engine.generate([Request(longer, GREEDY, max_tokens=5)])[0]
-            assert reply.ids == plain.generate(renewed, [longer], 5, temperature=0)[0]
+            assert reply.ids == plain.generate(loaded, [longer], 5, temperature=0)[0]
 
 
 def test_noise_has_the_same_bits_as_on_the_cpu():

@@ -1,10 +1,10 @@
-"""Compiles what a decode step launches for an H100 or H200, on a machine that needs no GPU.
+"""Compiles the kernels of a decode step for an H100 or H200, on a machine without a GPU.
 
     python tests/infer/compile_for_hopper.py --depths 12 20 --batches 1 8 32 128
 
-The step runs on tensors without data, and each launch is compiled instead of made. Prints registers, bytes
-of stack (spills), shared memory and the loads of 16 bytes that are issued before the kernel waits for the
-one ahead. Exits with 1 if anything spills. Interpreting must be off: this replaces TRITON_INTERPRET by 0.
+The step runs on meta tensors, and each launch compiles the kernel instead of running it. Prints registers, bytes
+of stack (spills), shared memory and the 16-byte loads that are issued before the kernel waits for the previous
+one. Exits with 1 if anything spills. The interpreter must be off: this sets TRITON_INTERPRET to 0.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from nanorun.config import scale_model
+from nanorun.infer.cache import Cache
 from nanorun.infer.frozen import Matrix
-from nanorun.infer.kernels.settle import settle
+from nanorun.infer.kernels.elementwise import greedy_sample
 from nanorun.infer.kernels.step import decode_step, tune
-from nanorun.infer.kernels.weights import DecodeWeights, RingCache
+from nanorun.infer.kernels.weights import DecodeWeights
 
 META = torch.device("meta")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -127,11 +128,11 @@ def main() -> None:
         config = weights.config
         for batch in args.batches:
             seen.clear()
-            cache = RingCache.empty(config, batch, torch.bfloat16, META)
+            cache = Cache(config, batch, META, torch.bfloat16)
             rows = torch.empty(batch, device=META, dtype=torch.int32)
             tuning = replace(tune(config, batch, META, args.int8), pdl=True)
-            logits = decode_step(weights, cache, rows, rows, rows, tuning=tuning)
-            settle(logits, rows.long(), torch.zeros(5, batch, device=META, dtype=torch.long), pdl=True)
+            logits = decode_step(weights, cache, rows, rows, rows, tuning)
+            greedy_sample(logits, rows.long(), torch.zeros(5, batch, device=META, dtype=torch.long), pdl=True)
             for name, figures in seen.values():
                 print(
                     f"d{depth} B{batch:<4} {name:<24}",

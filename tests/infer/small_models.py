@@ -1,4 +1,4 @@
-"""Small models to generate with: random ones of many shapes, and one that knows a text by heart."""
+"""Small models to generate with: random ones of many shapes, and one that has memorized a text."""
 
 import random
 from typing import Any
@@ -36,22 +36,22 @@ def shape(name: str) -> ModelConfig:
 
 
 def grown(config: ModelConfig, seed: int = 0) -> GPT:
-    """A model whose every parameter is far from its (partly zero) start, so that each has an effect."""
+    """A model whose parameters are all far from their (partly zero) initialization, so that each has an effect."""
     model = build(config, CPU, torch.float32, seed=seed)
-    dice = torch.Generator().manual_seed(seed + 1)
+    rng = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=dice)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=rng)
     return model
 
 
 def some_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(VOCAB) for _ in range(dice.randint(1, longest))] for _ in range(count)]
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token, and so are two pairs; a character may take four."""
+    """Every byte is a token, and so are two pairs; a character takes up to four tokens."""
     ranks = {bytes([b]): b for b in range(256)} | {b"Gr": 256, b"us": 257}
     special = {name: 258 + i for i, name in enumerate(SPECIAL_TOKENS)}
     return Tokenizer("bytes", r"\S+|\s+", ranks, special)

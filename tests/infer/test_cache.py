@@ -1,4 +1,4 @@
-"""How far a slot can go back, and what copies hold."""
+"""How far a slot can be truncated, what copies contain, and which slot a sequence takes."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ def written(high, slack=6, slot=0):
     return weights, cache
 
 
-def goes_on_right(weights, cache, slot, length, steps=12):
-    """Whether a slot cut to `length` tokens goes on as if nothing had ever followed them."""
+def continues_correctly(weights, cache, slot, length, steps=12):
+    """Whether a slot truncated to `length` tokens continues as if nothing had followed them."""
     text = torch.cat([TOKENS[:length], TOKENS.flip(0)])[:80]
     with torch.no_grad():
         expected = grown(CONFIG).logits(text[None])[0]
@@ -32,28 +32,30 @@ def goes_on_right(weights, cache, slot, length, steps=12):
 
 
 @pytest.mark.parametrize("high", [5, 16, 17, 20, 50])
-def test_a_slot_can_be_cut_exactly_as_far_as_the_rule_says(high):
+def test_a_slot_can_be_truncated_exactly_as_far_as_the_rule_says(high):
     earliest = written(high)[1].min_truncation(high)
     assert earliest == (0 if high <= 16 else high - 6)
     for length in range(max(earliest, 1), high):
         weights, cache = written(high)
-        assert goes_on_right(weights, cache, 0, length)
+        assert continues_correctly(weights, cache, 0, length)
     if earliest > 3:
         weights, cache = written(high)
-        assert not goes_on_right(weights, cache, 0, earliest - 3), "further back a key of the window is lost"
+        assert not continues_correctly(weights, cache, 0, earliest - 3), (
+            "further back, keys of the window are overwritten"
+        )
 
 
-def test_a_slot_that_was_cut_can_be_cut_again_from_its_high_water_mark():
+def test_a_truncated_slot_can_be_truncated_again_from_its_high_water_mark():
     weights, cache = written(40)
-    assert goes_on_right(weights, cache, 0, 36, steps=3)
-    assert goes_on_right(weights, cache, 0, 34)
+    assert continues_correctly(weights, cache, 0, 36, steps=3)
+    assert continues_correctly(weights, cache, 0, 34)
 
 
-def test_a_copy_goes_on_by_itself():
+def test_a_copy_continues_independently():
     weights, cache = written(40, slot=1)
     cache.copy(1, [0, 3], 40)
     for slot in (0, 3, 1):
-        assert goes_on_right(weights, cache, slot, 40)
+        assert continues_correctly(weights, cache, slot, 40)
 
 
 def test_memory_is_windows_and_not_contexts():
@@ -74,7 +76,7 @@ def test_common_prefixes():
         assert common_prefix(a, b) == common_prefix(b, a) == length
 
 
-def test_the_next_turn_takes_the_slot_of_the_last_and_strangers_take_the_oldest():
+def test_the_next_turn_takes_the_same_slot_and_other_prompts_the_least_recently_used():
     slots = SlotPool([Cache(CONFIG, 3, CPU, torch.float32)])
     first = slots.acquire(list(range(20)))
     first.cached_tokens = first.high_water_mark = 19
@@ -85,7 +87,7 @@ def test_the_next_turn_takes_the_slot_of_the_last_and_strangers_take_the_oldest(
     assert (again is first, again.cached_tokens) == (True, 19)
 
 
-def test_a_shared_beginning_is_copied_and_its_owner_keeps_it():
+def test_a_shared_prefix_is_copied_and_its_owner_keeps_it():
     weights, cache = written(40)
     slots = SlotPool([cache])
     text = TOKENS.tolist()
@@ -93,8 +95,6 @@ def test_a_shared_beginning_is_copied_and_its_owner_keeps_it():
     owner.tokens, owner.cached_tokens, owner.high_water_mark, owner.in_use = text[:40], 40, 40, True
     taken = slots.acquire([*text[:36], 1, 2, 3])
     assert (taken is not owner, taken.cached_tokens, taken.high_water_mark) == (True, 36, 40)
-    assert goes_on_right(weights, cache, taken.index, 36)
-    assert goes_on_right(weights, cache, owner.index, 40)
-    assert slots.acquire([*text[:20], 1, 2, 3]).cached_tokens == 0, (
-        "the ring no longer holds what this would need"
-    )
+    assert continues_correctly(weights, cache, taken.index, 36)
+    assert continues_correctly(weights, cache, owner.index, 40)
+    assert slots.acquire([*text[:20], 1, 2, 3]).cached_tokens == 0, "the ring has overwritten this prefix"

@@ -25,7 +25,7 @@ def small_draft(context=64):
 
 
 def twin(config):
-    """A draft model that is often right: the model itself, a little disturbed."""
+    """A draft model with a high acceptance rate: the model itself, slightly perturbed."""
     model, other = grown(config), grown(config, seed=8)
     state = {k: v + 0.01 * other.state_dict()[k] for k, v in model.state_dict().items()}
     model.load_state_dict(state)
@@ -34,13 +34,13 @@ def twin(config):
 
 WAYS = {
     "one at a time": Settings(slots=1),
-    "with strangers": Settings(slots=4),
+    "batched": Settings(slots=4),
     "in small chunks": Settings(slots=4, prefill_tokens=5),
-    "run-ahead": Settings(slots=3, async_scheduling=True),
+    "async": Settings(slots=3, async_scheduling=True),
     "prompt lookup": Settings(slots=3, speculate="lookup"),
-    "prompt lookup, run-ahead": Settings(slots=3, speculate="lookup", draft_tokens=7, async_scheduling=True),
+    "prompt lookup, async": Settings(slots=3, speculate="lookup", draft_tokens=7, async_scheduling=True),
     "draft": Settings(slots=3, speculate="draft", draft_tokens=2),
-    "draft, run-ahead": Settings(slots=4, speculate="draft", async_scheduling=True, prefill_tokens=9),
+    "draft, async": Settings(slots=4, speculate="draft", async_scheduling=True, prefill_tokens=9),
 }
 
 
@@ -50,7 +50,7 @@ def engine_for(model, settings, draft=None):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_way_of_generating_says_what_the_plain_forward_says(name):
+def test_every_way_of_generating_agrees_with_the_plain_forward(name):
     config = shape(name)
     model = grown(config)
     prompts = some_prompts(7, config.context - 1)
@@ -95,7 +95,7 @@ def test_a_seed_gives_the_same_sample_whatever_is_beside_it(name):
                 assert [token for token, _ in a.top] == [token for token, _ in b.top]
 
 
-def test_speculation_guesses_right_where_it_can():
+def test_good_drafts_are_accepted_and_save_steps():
     config = shape("all")
     model = grown(config)
     prompts = some_prompts(6, 20, seed=2)
@@ -111,7 +111,7 @@ def test_speculation_guesses_right_where_it_can():
             assert engine.stats.steps < 0.6 * steps
         with Engine(model, None, settings, draft=model) as engine:
             assert [reply.ids for reply in engine.generate(requests)] == expected
-            assert engine.stats.acceptance_rate > 0.9, "itself it guesses"
+            assert engine.stats.acceptance_rate > 0.9, "its own draft"
 
 
 def test_prompt_lookup_follows_a_learned_repetition(parrot, tokenizer):
@@ -142,10 +142,10 @@ def test_samples_of_one_prompt_are_those_of_single_requests(slots, speculate):
         replies = engine.generate([Request(prompt, Sampling(seed=70), samples=6)])
         assert [reply.ids for reply in replies] == expected
         if slots == 16:
-            assert engine.stats.prefilled_tokens == len(prompt) - 1, "the prompt is read once"
+            assert engine.stats.prefilled_tokens == len(prompt) - 1, "the prompt is prefilled once"
 
 
-def test_turns_of_a_conversation_reuse_what_was_read():
+def test_turns_of_a_conversation_reuse_the_cached_prefix():
     config = shape("all")
     model = grown(config)
     with Engine(model, None, Settings(slots=2, async_scheduling=True)) as engine:
@@ -158,7 +158,7 @@ def test_turns_of_a_conversation_reuse_what_was_read():
             text = [*text, *reply.ids, 7, 8, 9]
 
 
-def test_a_text_that_is_edited_far_back_is_read_again():
+def test_a_sequence_that_is_edited_far_back_is_prefilled_again():
     config = scale_model(3, VOCAB, 400, dim=32, heads=2, kv_heads=2, short_window=16)
     model = grown(config)
     text = some_prompts(1, 1, seed=3)[0] + [i * i % VOCAB for i in range(330)]
@@ -171,30 +171,30 @@ def test_a_text_that_is_edited_far_back_is_read_again():
             assert reply.reused_tokens == reused
 
 
-@pytest.mark.parametrize("way", ["with strangers", "prompt lookup, run-ahead", "draft, run-ahead"])
-def test_a_busy_day(way):
-    """Texts that branch from each other, samples, stops, cancellations, all at once, in rings that wrap."""
+@pytest.mark.parametrize("way", ["batched", "prompt lookup, async", "draft, async"])
+def test_a_mixed_load_agrees_with_the_plain_forward(way):
+    """Sequences that share prefixes, samples, stops, cancellations, all at once, in rings that wrap around."""
     config = scale_model(3, VOCAB, 400, dim=32, heads=2, kv_heads=1, short_window=16)
-    model, dice = grown(config), random.Random(way)
-    base = [dice.randrange(VOCAB) for _ in range(330)]
+    model, rng = grown(config), random.Random(way)
+    base = [rng.randrange(VOCAB) for _ in range(330)]
     requests = []
     for _ in range(24):
-        cut = dice.choice([0, dice.randint(1, 330), dice.randint(200, 330)])
-        prompt = [*base[:cut], *(dice.randrange(VOCAB) for _ in range(dice.randint(1, 20)))]
-        stops = [dice.randrange(VOCAB) for _ in range(dice.choice([0, 0, 9]))]
+        cut = rng.choice([0, rng.randint(1, 330), rng.randint(200, 330)])
+        prompt = [*base[:cut], *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20)))]
+        stops = [rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 9]))]
         requests.append(
-            Request(prompt, GREEDY, dice.randint(1, 40), stop_ids=stops, samples=dice.choice([1, 1, 3]))
+            Request(prompt, GREEDY, rng.randint(1, 40), stop_ids=stops, samples=rng.choice([1, 1, 3]))
         )
-    settings = replace(WAYS[way], slots=5, prefill_tokens=dice.choice([7, 64, 512]))
+    settings = replace(WAYS[way], slots=5, prefill_tokens=rng.choice([7, 64, 512]))
     with engine_for(model, settings) as engine:
         assert max(engine._scheduler.cache.lengths[:2]) == 144, "which wraps around"
         handles = []
         for request in requests:
             handles.append(engine.submit(request))
-            if dice.random() < 0.3:
+            if rng.random() < 0.3:
                 time.sleep(0.02)
-            if dice.random() < 0.2:
-                handles[dice.randrange(len(handles))].cancel()
+            if rng.random() < 0.2:
+                handles[rng.randrange(len(handles))].cancel()
         ended = [(request, handle.result(60)) for request, handle in zip(requests, handles, strict=True)]
         assert engine.stats.reused_tokens > 300
     for request, replies in ended:
@@ -207,7 +207,7 @@ def test_a_busy_day(way):
             assert said == (expected[: len(said)] if reply.finish == "cancelled" else expected)
 
 
-def test_new_weights_take_effect_and_old_keys_are_forgotten():
+def test_new_weights_take_effect_and_old_prefixes_are_dropped():
     config = shape("all")
     model, other = grown(config), grown(config, seed=4)
     prompt = some_prompts(1, 30)[0]
@@ -219,11 +219,11 @@ def test_new_weights_take_effect_and_old_keys_are_forgotten():
     assert after.ids == plain.generate(other, [prompt], 8, temperature=0)[0] != before
 
 
-def test_rows_that_fill_up_a_batch_disturb_nobody():
+def test_padding_rows_do_not_affect_the_others():
     model = grown(shape("all"))
     expected = plain.generate(model, [[3, 1, 4]], 20, temperature=0)[0]
     cache = Cache(model.config, 2, CPU, torch.float32)
-    stepper = Stepper(forward.plain(freeze(model), cache), cache, model.config.context)
+    stepper = Stepper(forward.plain_decode(freeze(model), cache), cache, model.config.context)
     forward.prefill(freeze(model), cache, [1], [[3, 1]], [0])
     stepper.write_rows([DecodeRow(1, 2, 4, [0, 0], [0.0, 1.0, 0.0, 1.0])])
     batches = [[1], [1, cache.scratch], [cache.scratch, 1, cache.scratch]]
@@ -231,7 +231,7 @@ def test_rows_that_fill_up_a_batch_disturb_nobody():
         stepper.launch(batches[i % 3], SamplingFeatures(), 64).wait().tokens[i % 3 == 2] for i in range(20)
     ]
     assert [token for tokens in found for token in tokens] == expected
-    assert stepper._ints[0, cache.scratch] == 0, "they do not grow"
+    assert stepper._ints[0, cache.scratch] == 0, "they do not advance"
 
 
 def test_graphs_are_captured_per_batch_size_and_features_and_again_after_any_change():
@@ -268,13 +268,13 @@ def test_graphs_are_captured_per_batch_size_and_features_and_again_after_any_cha
 
 
 class NothingOnTheHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: values read by the host, and copies from it."""
+    """Rejects what a CUDA graph cannot contain: values read by the host, and copies from it."""
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "equal.default")
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "equal.default")
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        assert not any(word in str(operation) for word in self.REFUSED), operation
-        if "where" in str(operation):  # takes a number along as a tensor, which CUDA then has to fetch
+        assert not any(word in str(operation) for word in self.FORBIDDEN), operation
+        if "where" in str(operation):  # turns a Python number into a tensor, which CUDA then has to copy
             assert all(argument.dim() for argument in args)
         return operation(*args, **(kwargs or {}))
 
@@ -306,7 +306,7 @@ def test_int8_generates_too(parrot, tokenizer):
 
 
 class Chatty:
-    """A tool that is called by every fourth token."""
+    """A tool that every fourth token calls."""
 
     def __init__(self):
         self.pushed = 0
@@ -320,7 +320,7 @@ class Chatty:
 
 
 def test_the_same_batch_gives_the_same_bits_every_time(parrot, tokenizer):
-    """Not only the same tokens: which texts share a step is no matter of luck, nor of what was done before."""
+    """Not only the same tokens: which sequences share a step depends on neither timing nor history."""
     prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in ("Gr", "aus", "für dich", "1+1", "7*6 ")]
     requests = [
         Request(prompt, Sampling(temperature=1.3, seed=i), 20, samples=3, logprobs=0, tool=Chatty)
@@ -333,4 +333,4 @@ def test_the_same_batch_gives_the_same_bits_every_time(parrot, tokenizer):
             engine.load_weights(parrot)
             found.append([(reply.ids, reply.forced, reply.logprobs) for reply in engine.generate(requests)])
     assert found[0] == found[1] == found[2]
-    assert any(found[0][0][1]), "tools spoke"
+    assert any(found[0][0][1]), "tools were called"

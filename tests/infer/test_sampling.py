@@ -1,4 +1,4 @@
-"""What is drawn follows the distribution that was asked for, and depends on seed and position alone."""
+"""Samples follow the requested distribution and depend only on seed and position."""
 
 import math
 
@@ -11,7 +11,7 @@ from nanorun.infer.request import Sampling
 from nanorun.infer.sampling import SamplingFeatures, SamplingParams, noise_bits, sample
 
 
-def rules_of(samplings, seeds=None):
+def params_of(samplings, seeds=None):
     seeds = seeds or range(len(samplings))
     packed = [SamplingParams.pack(s, seed) for s, seed in zip(samplings, seeds, strict=True)]
     return SamplingParams.unpack(
@@ -20,14 +20,14 @@ def rules_of(samplings, seeds=None):
 
 
 def draw(logits, sampling, draws, **more):
-    """Many tokens for one row of logits, each at a position of its own."""
+    """Many tokens for one row of logits, each at its own position."""
     rows = logits.expand(draws, -1)
     plan = SamplingFeatures.union([(sampling, more.get("logprobs"))], 5)
-    return sample(rows, rules_of([sampling] * draws, [7] * draws), torch.arange(draws), plan, None)
+    return sample(rows, params_of([sampling] * draws, [7] * draws), torch.arange(draws), plan, None)
 
 
 def naive(logits, s, history=()):
-    """The distribution by the book, in float64."""
+    """The distribution by definition, in float64."""
     z = logits.double().numpy().copy()
     for token in set(history):
         z[token] = z[token] / s.repetition_penalty if z[token] > 0 else z[token] * s.repetition_penalty
@@ -44,7 +44,7 @@ def naive(logits, s, history=()):
     return p / p.sum()
 
 
-RULES = [
+SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.5),
     Sampling(temperature=2, top_k=5),
@@ -54,7 +54,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("sampling", RULES, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_frequencies_are_those_of_the_distribution(sampling):
     logits = 2 * torch.randn(1, 24, generator=torch.Generator().manual_seed(3))
     draws = 20_000
@@ -68,23 +68,23 @@ def test_frequencies_are_those_of_the_distribution(sampling):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_with_rules_of_their_own_have_the_distributions_by_the_book(seed):
-    dice = np.random.default_rng(seed)
+def test_rows_with_different_parameters_follow_their_own_distributions(seed):
+    rng = np.random.default_rng(seed)
     samplings = [
         Sampling(
-            temperature=dice.choice([0, 0.3, 1, 3]),
-            top_k=int(dice.choice([0, 1, 4, 40])),
-            top_p=float(dice.choice([1, 0.9, 0.3])),
-            min_p=float(dice.choice([0, 0.1])),
-            repetition_penalty=float(dice.choice([1, 1.3, 0.8])),
+            temperature=rng.choice([0, 0.3, 1, 3]),
+            top_k=int(rng.choice([0, 1, 4, 40])),
+            top_p=float(rng.choice([1, 0.9, 0.3])),
+            min_p=float(rng.choice([0, 0.1])),
+            repetition_penalty=float(rng.choice([1, 1.3, 0.8])),
         )
         for _ in range(40)
     ]
     logits = 3 * torch.randn(40, 33, generator=torch.Generator().manual_seed(seed))
     history = torch.randint(0, 33, (40, 12), generator=torch.Generator().manual_seed(seed + 9))
-    positions = torch.from_numpy(dice.integers(0, 13, 40))
+    positions = torch.from_numpy(rng.integers(0, 13, 40))
     plan = SamplingFeatures.union([(s, 3) for s in samplings], 3)
-    drawn = sample(logits, rules_of(samplings), positions, plan, history)
+    drawn = sample(logits, params_of(samplings), positions, plan, history)
     model = logits.double().log_softmax(-1)
     for i, s in enumerate(samplings):
         token = int(drawn.tokens[i])
@@ -94,7 +94,7 @@ def test_rows_with_rules_of_their_own_have_the_distributions_by_the_book(seed):
         assert drawn.logprobs[i, 1].item() == pytest.approx(model[i, token].item(), abs=1e-4)
         alone = SamplingFeatures.union([(s, None)], 3)
         row = slice(i, i + 1)
-        rules = rules_of([s], [i])
+        rules = params_of([s], [i])
         assert sample(logits[row], rules, positions[row], alone, history[row]).tokens.item() == token
     assert torch.equal(drawn.top[1], logits.topk(3).indices)
 
@@ -110,8 +110,8 @@ def test_a_plan_asks_only_for_what_rows_want():
     )
 
 
-def bits_by_the_book(seed, position, token):
-    """The same hash in Python's own integers."""
+def reference_bits(seed, position, token):
+    """The same hash in Python integers."""
 
     def mix(x):
         x ^= x >> 16
@@ -131,8 +131,8 @@ def test_noise_is_integer_arithmetic_that_is_the_same_everywhere():
     bits = noise_bits(torch.tensor([seed for seed, _ in rows]), torch.tensor([at for _, at in rows]), 32768)
     for i, (seed, at) in enumerate(rows):
         for token in (0, 1, 4711, 32767):
-            assert bits[i, token].item() == bits_by_the_book(seed, at, token)
-    assert bits_by_the_book(1, 0, 1) == 2580529673
+            assert bits[i, token].item() == reference_bits(seed, at, token)
+    assert reference_bits(1, 0, 1) == 2580529673
 
 
 def test_noise_of_other_seeds_positions_and_tokens_is_unrelated():
@@ -152,6 +152,6 @@ def test_noise_of_other_seeds_positions_and_tokens_is_unrelated():
      {"min_p": 2}, {"repetition_penalty": 0}, {"seed": 2**64}],
     ids=str,
 )  # fmt: skip
-def test_impossible_rules_are_refused_in_a_sentence(wrong):
+def test_invalid_parameters_are_rejected_by_name(wrong):
     with pytest.raises(UserError, match=next(iter(wrong))):
         Sampling(**wrong)

@@ -1,4 +1,4 @@
-"""Requests end when and how they should, text is never broken, and nobody is hurt by another's trouble."""
+"""Requests end when and how they should, text is never broken, and a failing request affects no other."""
 
 import asyncio
 import threading
@@ -66,7 +66,7 @@ def test_stop_strings_span_tokens_and_are_not_part_of_the_reply(parrot, tokenize
         assert engine.generate([ask(tokenizer, stop=stop)])[0].text == text
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_given_in_the_end(tokenizer):
+def test_a_possible_stop_string_is_held_back_and_emitted_at_the_end(tokenizer):
     stream = TextStream(tokenizer, ["ab-", "b--"])
     shown = [join_text(stream.push(ord(letter))) for letter in "xaab"]
     assert shown == ["x", "", "a", ""]
@@ -76,7 +76,7 @@ def test_what_may_become_a_stop_string_is_held_back_and_given_in_the_end(tokeniz
 
 
 @pytest.mark.parametrize("stop", [(), ("nothing like it",)])
-def test_spaced_events_say_the_same_and_the_first_token_comes_at_once(parrot, tokenizer, stop):
+def test_rate_limited_events_are_complete_and_the_first_token_comes_at_once(parrot, tokenizer, stop):
     request = ask(tokenizer, max_tokens=60, logprobs=0, stop=stop)
     told = []
     for rate in (None, 1):
@@ -124,7 +124,7 @@ def test_many_clients_stream_at_once(engine, tokenizer):
         assert {len(reply.ids) for reply in replies.values()} == {10 + n}
 
 
-def test_leaving_a_stream_frees_its_slot(parrot, tokenizer):
+def test_closing_a_stream_frees_its_slot(parrot, tokenizer):
     async def leave(engine):
         stream = engine.stream(ask(tokenizer))
         async for _ in stream:
@@ -135,7 +135,7 @@ def test_leaving_a_stream_frees_its_slot(parrot, tokenizer):
         asyncio.run(leave(engine))
         reply = engine.generate([ask(tokenizer, max_tokens=4)])[0]
         assert reply.finish == "length"
-        assert engine.stats.sampled_tokens < 100, "the one that was left did not go on to its end"
+        assert engine.stats.sampled_tokens < 100, "the closed stream did not run to its end"
 
 
 def test_cancelled_requests_end_as_such_wherever_they_are(parrot, tokenizer):
@@ -149,7 +149,7 @@ def test_cancelled_requests_end_as_such_wherever_they_are(parrot, tokenizer):
         assert engine.generate([ask(tokenizer, max_tokens=3)])[0].finish == "length"
 
 
-def test_what_cannot_be_done_is_refused_in_a_sentence(engine, tokenizer):
+def test_invalid_requests_are_rejected_with_one_sentence(engine, tokenizer):
     for request, word in [
         (Request([]), "empty"),
         (Request([1] * 160), "160 tokens"),
@@ -168,7 +168,7 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(engine, tokenizer):
         Engine(grown(shape("all")), None, Settings(speculate="draft"))
 
 
-def test_a_full_queue_is_refused_and_recovers(parrot, tokenizer):
+def test_a_full_queue_rejects_requests_and_recovers(parrot, tokenizer):
     with Engine(parrot, tokenizer, Settings(slots=1, max_queue=3)) as engine:
         handles = [engine.submit(ask(tokenizer)) for _ in range(3)]
         time.sleep(0.05)
@@ -178,10 +178,10 @@ def test_a_full_queue_is_refused_and_recovers(parrot, tokenizer):
         for handle in handles:
             handle.result(20)
         assert engine.submit(ask(tokenizer, max_tokens=2)).result(20)[0].finish == "length"
-        assert len(engine.generate([ask(tokenizer, max_tokens=2)] * 20)) == 20, "a batch may be of any size"
+        assert len(engine.generate([ask(tokenizer, max_tokens=2)] * 20)) == 20, "a batch can have any size"
 
 
-def test_an_engine_that_fails_says_why_to_all_who_wait(parrot, tokenizer):
+def test_a_failing_engine_raises_its_error_in_every_waiting_request(parrot, tokenizer):
     decoding, all_wait = threading.Event(), threading.Event()
 
     def out_of_memory(weights, cache):
@@ -219,7 +219,7 @@ def test_a_closed_engine_says_so(parrot, tokenizer):
 
 
 class Shout:
-    """A tool that is called by "E", and answers with its bytes, or breaks, or has `meanwhile` done first."""
+    """A tool that "E" calls. It returns its bytes, or raises, and calls `meanwhile` first."""
 
     def __init__(self, answer=b"<42>", meanwhile=lambda: None, breaks=False):
         self.answer_bytes, self.meanwhile, self.breaks = answer, meanwhile, breaks
@@ -255,10 +255,10 @@ def test_a_tool_interrupts_and_its_answer_is_forced(parrot, tokenizer, async_sch
     )
     prompt = [*request.prompt, *reply.ids[: at + 4]]
     after = plain.generate(parrot, [prompt], 3, temperature=0)[0]
-    assert reply.ids[at + 4 : at + 7] == after, "what follows has read the answer"
+    assert reply.ids[at + 4 : at + 7] == after, "what follows is conditioned on the output"
 
 
-def test_others_go_on_while_a_tool_runs(engine, tokenizer):
+def test_other_requests_continue_while_a_tool_runs(engine, tokenizer):
     called, may_answer = threading.Event(), threading.Event()
 
     def wait():
@@ -297,7 +297,7 @@ def test_an_answer_too_long_for_the_context_ends_the_reply(engine, tokenizer):
     assert reply.prompt_tokens + len(reply.ids) == engine.context
 
 
-def test_a_long_prompt_does_not_hold_up_the_others():
+def test_a_long_prompt_does_not_delay_the_others():
     config = shape("all")
     with Engine(grown(config), None, Settings(slots=2, prefill_tokens=4)) as engine:
         engine.stats.trace = []

@@ -1,16 +1,17 @@
-"""The kernels of one decode step: one new token for each of B rows, on a GPU, inside a CUDA graph.
+"""The kernels of the fast decode step: one new token for each of B rows, on a GPU, inside a CUDA graph.
 
-Generation at small batches is bound by two things: reading every weight once from memory, and the gaps
-between kernels. A layer is therefore five kernels, with everything elementwise folded into their ends:
+Generation at small batch sizes is bound by two things: reading every weight once from memory, and the gaps between
+kernels. A layer is therefore five kernels, with everything elementwise in their epilogues:
 
-    norm_linear           x → norm → query, key, value (and the value gate)
-    rope_cache_attention  rotary, norms, this token's key and value into the cache, attention in splits
-    attention_out         the splits added up, output projection, residual
-    norm_linear           x → norm → up → relu²
-    linear_residual       down, residual, and λ·x + μ·x0 for the next layer
+    norm_linear            x → norm → query, key, value (and the value gate)
+    rope_cache_attention   RoPE, QK-norm, this token's key and value to the cache, attention, split-KV
+    combine_and_project    the splits combined, output projection, residual
+    norm_linear            x → norm → up-projection → relu²
+    linear_residual        down-projection, residual, and λ·x + μ·x0 for the next layer
 
-and each asks to be started before the one ahead of it has finished (programmatic dependent launch): it
-loads its weights into registers, then waits, so memory never rests while kernels change over.
+and each asks to be launched before the previous one has finished (programmatic dependent launch): it loads its
+weights into registers, then waits, so that memory is never idle between kernels.
 
-Every file has the plain torch truth beside the kernel. `step.py` strings them together.
+Kernels are functions of tensors, each with its PyTorch reference in the same file. `step.py` composes them; its
+reference is `forward.decode`, the plain model.
 """

@@ -2,16 +2,16 @@
 """Triton where it is installed, and programmatic dependent launch.
 
 Importing the kernels must work without Triton (a CPU build of torch has none): `jit` and `tl` are then
-stand-ins that are enough to define a kernel and not to run it. With TRITON_INTERPRET=1 in the environment
-before the first import, kernels run on the CPU, slowly, and tests use that.
+placeholders that suffice to define a kernel but not to run it. With TRITON_INTERPRET=1 in the environment before
+the first import, kernels run on the CPU, slowly, and tests use that.
 
-**Programmatic dependent launch** (Hopper and later). A kernel launched with `launch_pdl=True` may begin
-once every program of the kernel before it has said `let_next_start()`. What it does up to its own
-`wait_for_previous()` runs beside the earlier kernel; after it, everything the earlier kernel wrote is
-visible. Two rules keep this correct here:
-- Before the wait a kernel only reads what no kernel of this step writes: weights, and what was on the
-  device before the step (tokens, positions, the cache of earlier positions). The first kernel of a step is
-  launched the ordinary way, so all of that is complete before any of the step begins.
+**Programmatic dependent launch** (PDL; Hopper and later). A kernel launched with `launch_pdl=True` may begin once
+every program of the previous kernel has called `launch_dependents()`. What it does up to its own
+`grid_dependency_wait()` overlaps with the previous kernel; after it, everything that kernel wrote is visible. Two
+rules keep this correct here:
+- Before the wait a kernel only reads what no kernel of this step writes: weights, and what was on the device
+  before the step (tokens, positions, the cache of earlier positions). The first kernel of a step is launched
+  without PDL, so all of that is complete before any kernel of the step begins.
 - Every kernel of a step waits. The end of one then implies the end of all before it.
 """
 
@@ -27,7 +27,7 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class _Absent:
-    """What a kernel's definition touches when Triton is not there to run it."""
+    """What the definition of a kernel accesses where Triton is not installed."""
 
     constexpr = object
 
@@ -43,18 +43,18 @@ jit: Any = triton.jit if HAVE_TRITON else _define_only
 
 
 @jit
-def let_next_start(PDL: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     if PDL:
         cuda.gdc_launch_dependents()
 
 
 @jit
-def wait_for_previous(PDL: tl.constexpr):
+def grid_dependency_wait(PDL: tl.constexpr):
     if PDL:
         cuda.gdc_wait()
 
 
-def pdl_works(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
@@ -69,7 +69,7 @@ def largest_power_of_two_in(number: int, limit: int) -> int:
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """What tensor cores multiply in: the dtype itself, and bf16, where int8 is exact, for int8.
+    """The operand dtype for tensor cores: the dtype itself, and for int8 bf16, which represents it exactly.
 
     Triton's interpreter multiplies the bits of bf16 as if they were integers: there it is fp32.
     """

@@ -1,18 +1,21 @@
 # mypy: disallow-untyped-defs=False
-"""Matrices times a few vectors: `norm_linear` into a layer's halves, `linear_residual` out of them.
+"""Matrices times a few vectors: `norm_linear` into attention and MLP, `linear_residual` out of them.
 
-With B rows of activations a matrix is read once and used B times, so what counts is to have all of its
-bytes on their way at once. Two kernels for two ranges of B:
+With B rows of activations a matrix is read once and used B times, so the goal is to have all of its bytes in
+flight at once. Two kernels for two ranges of B:
 
-- **rows** (B up to about 8). A program takes a few rows of the matrix, whole, a warp each: 16 bytes a
-  thread, every load issued before the first use and before the wait for the kernel ahead, so that at the
-  wait's end the weights are in registers already. A norm has no weights and so is one factor a row of
-  activations: it multiplies the result. No shared memory, one reduction inside the warp.
-- **tiles** (B up to 128). Tensor cores, B padded to 16 or more. Weights come through a pipeline of
-  shared-memory stages; before the wait they are only asked into the L2 cache.
+- **GEMV** (B up to about 8). A program takes a few whole rows of the matrix, one per warp: 16 bytes per thread,
+  every load issued before the first use and before the wait for the previous kernel, so that the weights are in
+  registers when the wait ends. RMSNorm has no weights and so is one factor per row of activations: it multiplies
+  the result. No shared memory, one reduction inside the warp.
+- **GEMM** (B up to 128). Tensor cores, B padded to 16 or more. Weights come through a pipeline of shared-memory
+  stages; before the wait they are only prefetched into the L2 cache.
 
-Weights are (rows, inputs) in the activations' dtype, or int8 with one fp32 scale a row. The stream x is
-fp32, everything accumulates in fp32, no atomics are used: the same input gives the same bits.
+Elementwise work is in the epilogue: activation and softcap in `norm_linear`, residual add and the scalars of the
+next layer in `linear_residual`.
+
+Weights are (rows, inputs) in the activations' dtype, or int8 with one fp32 scale per row. The residual stream x
+is fp32, everything accumulates in fp32, no atomics are used: the same input gives the same bits.
 """
 
 from dataclasses import dataclass
@@ -26,12 +29,12 @@ from nanorun.config import NORM_EPSILON
 from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.language import (
     dot_dtype,
+    grid_dependency_wait,
     jit,
     largest_power_of_two_in,
-    let_next_start,
+    launch_dependents,
     tl,
     triton,
-    wait_for_previous,
 )
 
 EPS = NORM_EPSILON
@@ -40,7 +43,7 @@ Activation = Literal["none", "relu2", "softcap"]
 
 @dataclass(frozen=True)
 class Tile:
-    """How a matrix is cut for one kernel; what a sweep varies."""
+    """The tile shape and launch parameters of one kernel; what a sweep varies."""
 
     rows: int  # of the matrix, per program
     inputs: int  # at most this many columns per load
@@ -48,30 +51,36 @@ class Tile:
     stages: int = 3
 
 
-# ---- the truth
+# ---- references
 
 
-def plain_norm_linear(x: Tensor, matrix: Matrix, activation: Activation = "none", cap: float = 0.0) -> Tensor:
-    y = F.rms_norm(x, (x.size(-1),), eps=EPS) @ matrix.dense(x.dtype).T
+def activation_reference(y: Tensor, activation: Activation, cap: float = 0.0) -> Tensor:
     if activation == "relu2":
         return F.relu(y).square()
-    return cap * torch.tanh(y / cap) if activation == "softcap" and cap else y
+    return cap * torch.tanh(y / cap) if activation == "softcap" else y
 
 
-def plain_linear_residual(
-    h: Tensor, matrix: Matrix, x: Tensor, a: float = 1.0, b: float = 0.0, extra: Tensor | None = None
+def norm_linear_reference(
+    x: Tensor, matrix: Matrix, activation: Activation = "none", cap: float = 0.0
+) -> Tensor:
+    y = F.rms_norm(x, (x.size(-1),), eps=EPS) @ matrix.dense(x.dtype).T
+    return activation_reference(y, activation, cap)
+
+
+def linear_residual_reference(
+    h: Tensor, matrix: Matrix, x: Tensor, alpha: float = 1.0, beta: float = 0.0, extra: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The new stream a·(x + h·Wᵀ) + b·extra, and x + h·Wᵀ itself."""
+    """The new residual stream alpha·(x + h·Wᵀ) + beta·extra, and x + h·Wᵀ itself."""
     after = x + h @ matrix.dense(h.dtype).T
-    return (a * after if extra is None else a * after + b * extra), after
+    return (alpha * after if extra is None else alpha * after + beta * extra), after
 
 
-# ---- pieces that the kernels share
+# ---- device functions
 
 
 @jit
 def load_matrix_rows(w, r, rows, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The rows r of a matrix, whole, as a tuple of (rows, BLOCK_K) tiles."""
+    """The whole rows r of a matrix, as a tuple of (rows, BLOCK_K) tiles."""
     at = r[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     tiles = ()
     for c in tl.static_range(K // BLOCK_K):
@@ -82,10 +91,10 @@ def load_matrix_rows(w, r, rows, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @jit
 def multiply(tiles, x, NORM: tl.constexpr, EPS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The products of those rows with one vector of activations, normed or not.
+    """The products of those rows with one vector of activations, with or without RMSNorm.
 
-    Each warp reads the whole vector, though all read the same: it comes from L1, and in exchange no value
-    crosses from warp to warp.
+    Each warp reads the whole vector, though all read the same: it comes from L1, and in exchange no value is
+    exchanged between warps.
     """
     k = tl.arange(0, BLOCK_K)[None, :] + tl.zeros(tiles[0].shape, tl.int32)
     total = tl.zeros(tiles[0].shape, tl.float32)
@@ -102,7 +111,7 @@ def multiply(tiles, x, NORM: tl.constexpr, EPS: tl.constexpr, K: tl.constexpr, B
 
 
 @jit
-def activated(y, cap, ACTIVATION: tl.constexpr):
+def activate(y, cap, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu2":
         y = tl.maximum(y, 0.0)
         y = y * y
@@ -112,14 +121,14 @@ def activated(y, cap, ACTIVATION: tl.constexpr):
 
 
 @jit
-def store_residual(y, x, extra, keep, out, at, mask, a, b, EXTRA: tl.constexpr, KEEP: tl.constexpr):
-    """The stream after a matrix: a·(x + y) + b·extra; each element is read and written by one thread."""
+def store_residual(y, x, extra, keep, out, at, mask, alpha, beta, EXTRA: tl.constexpr, KEEP: tl.constexpr):
+    """Stores the residual stream alpha·(x + y) + beta·extra; each element is read and written by one thread."""
     y += tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if KEEP:
         tl.store(keep + at, y.to(keep.dtype.element_ty), mask=mask)
-    y *= a
+    y *= alpha
     if EXTRA:
-        y += b * tl.load(extra + at, mask=mask, other=0.0).to(tl.float32)
+        y += beta * tl.load(extra + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -127,7 +136,7 @@ def store_residual(y, x, extra, keep, out, at, mask, a, b, EXTRA: tl.constexpr, 
 def prefetch_rows(
     w, first, rows, ROWS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):
-    """Asks for matrix rows into L2, a request for each 128 bytes."""
+    """Prefetches matrix rows into L2, one request per 128 bytes."""
     if PDL:
         LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
         r = tl.minimum(first + tl.arange(0, ROWS), rows - 1)
@@ -147,7 +156,7 @@ def prefetch_rows(
 
 
 @jit
-def _norm_linear_rows(
+def _norm_gemv(
     x,
     w,
     scales,
@@ -164,20 +173,20 @@ def _norm_linear_rows(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
+    launch_dependents(PDL)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tiles = load_matrix_rows(w, r, rows, K, BLOCK_K)
-    wait_for_previous(PDL)
+    grid_dependency_wait(PDL)
     for b in tl.static_range(B):
         z = multiply(tiles, x + b * K, True, EPS, K, BLOCK_K)
         if SCALED:
             z *= tl.load(scales + r, mask=r < rows, other=0.0)
-        z = activated(z, cap, ACTIVATION)
+        z = activate(z, cap, ACTIVATION)
         tl.store(y + b * y_stride + r, z.to(y.dtype.element_ty), mask=r < rows)
 
 
 @jit
-def _linear_residual_rows(
+def _gemv_residual(
     h,
     w,
     scales,
@@ -197,10 +206,10 @@ def _linear_residual_rows(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
+    launch_dependents(PDL)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tiles = load_matrix_rows(w, r, rows, K, BLOCK_K)
-    wait_for_previous(PDL)
+    grid_dependency_wait(PDL)
     for b in tl.static_range(B):
         z = multiply(tiles, h + b * K, False, 0.0, K, BLOCK_K)
         if SCALED:
@@ -209,7 +218,7 @@ def _linear_residual_rows(
 
 
 @jit
-def _linear_tiles(
+def _gemm(
     x,
     w,
     scales,
@@ -238,10 +247,10 @@ def _linear_tiles(
     PDL: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    let_next_start(PDL)
+    launch_dependents(PDL)
     first = tl.program_id(0) * ROWS
     prefetch_rows(w, first, rows, ROWS, K, BLOCK_K, PDL)
-    wait_for_previous(PDL)
+    grid_dependency_wait(PDL)
     r = first + tl.arange(0, ROWS)
     b = tl.arange(0, B_PADDED)
     k = tl.arange(0, BLOCK_K)
@@ -264,11 +273,11 @@ def _linear_tiles(
         at = b[:, None] * rows + r[None, :]
         store_residual(total, stream, extra, keep, y, at, here, alpha, beta, EXTRA, KEEP)
     else:
-        total = activated(total, cap, ACTIVATION)
+        total = activate(total, cap, ACTIVATION)
         tl.store(y + b[:, None] * y_stride + r[None, :], total.to(y.dtype.element_ty), mask=here)
 
 
-# ---- what the step calls
+# ---- launches
 
 
 def norm_linear(
@@ -280,30 +289,18 @@ def norm_linear(
     rows: int | None = None,
     activation: Activation = "none",
     cap: float = 0.0,
-    dots: bool = False,
+    tensor_cores: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """y[:, :rows] = activation(norm(x) · Wᵀ) for x (B, inputs); `rows` leaves the matrix's last rows out."""
-    batch, inputs = x.shape
-    weight, scales = matrix.weight, matrix.scale
+    """y[:, :rows] = activation(norm(x) · Wᵀ) for x (B, inputs); `rows` excludes the last rows of the matrix."""
+    batch, weight, scales = x.size(0), matrix.weight, matrix.scale
     rows = weight.size(0) if rows is None else rows
-    wide = largest_power_of_two_in(inputs, tile.inputs)
     grid = (triton.cdiv(rows, tile.rows),)
-    shared: dict[str, Any] = {
-        "K": inputs,
-        "EPS": EPS,
-        "ACTIVATION": activation,
-        "SCALED": scales is not None,
-        "ROWS": tile.rows,
-        "BLOCK_K": wide,
-        "PDL": pdl,
-        "num_warps": tile.warps,
-        "launch_pdl": pdl,
-    }
-    if not dots:
-        _norm_linear_rows[grid](x, weight, scales, y, rows, y.stride(0), cap, B=batch, **shared)
+    shared = {"EPS": EPS, "ACTIVATION": activation, **_launch_arguments(matrix, tile, pdl)}
+    if not tensor_cores:
+        _norm_gemv[grid](x, weight, scales, y, rows, y.stride(0), cap, B=batch, **shared)
     else:
-        _linear_tiles[grid](
+        _gemm[grid](
             x, weight, scales, y, None, None, None, rows, y.stride(0), cap, 1.0, 0.0,
             B=batch, B_PADDED=padded(batch), NORM=True, RESIDUAL=False, EXTRA=False, KEEP=False,
             STAGES=tile.stages, DTYPE=dot_dtype(weight.dtype), **shared,
@@ -318,41 +315,46 @@ def linear_residual(
     out: Tensor,
     *,
     tile: Tile,
-    a: float = 1.0,
-    b: float = 0.0,
+    alpha: float = 1.0,
+    beta: float = 0.0,
     extra: Tensor | None = None,
     keep: Tensor | None = None,
-    dots: bool = False,
+    tensor_cores: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """out = a·(x + h·Wᵀ) + b·extra, and keep = x + h·Wᵀ; out may be x itself."""
-    batch, inputs = h.shape
-    weight, scales = matrix.weight, matrix.scale
+    """out = alpha·(x + h·Wᵀ) + beta·extra, and keep = x + h·Wᵀ; out may be x itself."""
+    batch, weight, scales = h.size(0), matrix.weight, matrix.scale
     rows = weight.size(0)
-    wide = largest_power_of_two_in(inputs, tile.inputs)
     grid = (triton.cdiv(rows, tile.rows),)
-    shared: dict[str, Any] = {
-        "K": inputs,
-        "SCALED": scales is not None,
+    shared = {
         "EXTRA": extra is not None,
         "KEEP": keep is not None,
-        "ROWS": tile.rows,
-        "BLOCK_K": wide,
-        "PDL": pdl,
-        "num_warps": tile.warps,
-        "launch_pdl": pdl,
+        **_launch_arguments(matrix, tile, pdl),
     }
-    if not dots:
-        _linear_residual_rows[grid](h, weight, scales, x, extra, keep, out, rows, a, b, B=batch, **shared)
+    if not tensor_cores:
+        _gemv_residual[grid](h, weight, scales, x, extra, keep, out, rows, alpha, beta, B=batch, **shared)
     else:
-        _linear_tiles[grid](
-            h, weight, scales, out, x, extra, keep, rows, rows, 0.0, a, b,
+        _gemm[grid](
+            h, weight, scales, out, x, extra, keep, rows, rows, 0.0, alpha, beta,
             B=batch, B_PADDED=padded(batch), NORM=False, RESIDUAL=True, ACTIVATION="none", EPS=0.0,
             STAGES=tile.stages, DTYPE=dot_dtype(weight.dtype), **shared,
         )  # fmt: skip
     return out
 
 
+def _launch_arguments(matrix: Matrix, tile: Tile, pdl: bool) -> dict[str, Any]:
+    inputs = matrix.weight.size(1)
+    return {
+        "K": inputs,
+        "SCALED": matrix.scale is not None,
+        "ROWS": tile.rows,
+        "BLOCK_K": largest_power_of_two_in(inputs, tile.inputs),
+        "PDL": pdl,
+        "num_warps": tile.warps,
+        "launch_pdl": pdl,
+    }
+
+
 def padded(batch: int) -> int:
-    """Tensor cores take 16 rows at least."""
+    """Tensor cores need at least 16 rows."""
     return max(16, 1 << (batch - 1).bit_length())
