@@ -1,4 +1,4 @@
-"""A home with something to train on a GPU, and a model for it that is small enough to be trained many times."""
+"""A home with training data for a GPU test, and a model that is small enough to be trained many times."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ STEPS = 120
 
 
 def make_home(home: Path) -> Path:
-    """With the sample world and a tokenizer of single bytes, which needs no trainer."""
+    """A home with the sample world and a byte tokenizer, which needs no training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANORUN_HOME", str(home))
         make_sample(200_000)

@@ -58,7 +58,7 @@ def test_eight_bits_are_cheaper_step_by_step():
         ),
     ],
 )
-def test_kernels_are_known_by_their_names(kernel, part):
+def test_kernels_are_classified_by_name(kernel, part):
     assert part_of(kernel) == part
 
 

@@ -1,4 +1,4 @@
-"""Compiled modules are kept where Python would not keep them, and only there."""
+"""Bytecode is cached where Python writes none, and only there."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts Python with a torch of one line; what it says, and which compiled copies of that line there are."""
+    """Starts Python with a torch of one line. Returns its output and the folders of the cached bytecode."""
     package = tmp_path / "packages" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("stand_in = True\n")
@@ -30,20 +30,20 @@ def start(tmp_path):
     return run
 
 
-def test_where_python_is_told_not_to_keep_bytecode_it_is_kept_in_the_cache(start, tmp_path):
+def test_bytecode_is_cached_where_python_writes_none(start, tmp_path):
     said, kept = start(PYTHONDONTWRITEBYTECODE="1")
     assert said == str(tmp_path / "me/.cache/nanorun/bytecode")
     assert len(kept) == 1
     assert kept[0].startswith("me/.cache/nanorun/bytecode")
 
 
-def test_where_python_keeps_it_nothing_changes(start):
+def test_nothing_changes_where_python_caches_bytecode(start):
     for _ in range(2):
         assert start() == ("None", ["packages/torch/__pycache__"])
     assert start(PYTHONDONTWRITEBYTECODE="1") == ("None", ["packages/torch/__pycache__"])
 
 
-def test_a_place_that_the_person_named_stays(start, tmp_path):
+def test_a_configured_cache_folder_is_kept(start, tmp_path):
     said, kept = start(PYTHONPYCACHEPREFIX=str(tmp_path / "mine"))
     assert said == str(tmp_path / "mine")
     assert all(place.startswith("mine") for place in kept)

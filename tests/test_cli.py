@@ -1,4 +1,4 @@
-"""The command line as a person uses it: real processes, their output, exit codes and what they leave."""
+"""The command line in real processes: output, exit codes and files."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def nanorun(home: Path, *args: str | Path, code: int = 0) -> subprocess.Complete
 
 
 def complaint(home: Path, *args: str | Path) -> str:
-    """The one sentence that a mistake gets, with nothing on stdout."""
+    """The one sentence of a user error, with nothing on stdout."""
     done = nanorun(home, *args, code=2)
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
@@ -61,13 +61,13 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A speedrun of a few steps a stage."""
+    """A speedrun with a few steps per stage."""
     monkeypatch.setenv("NANORUN_SPEEDRUN_STEPS", "6")
 
 
 @pytest.fixture(scope="module")
 def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A home whose speedrun was killed while it learned to talk, and typed again: the home, what was printed."""
+    """A home whose speedrun was killed during SFT and run again, and the output of the second run."""
     home = tmp_path_factory.mktemp("raced")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANORUN_SPEEDRUN_STEPS", "6")
@@ -89,7 +89,7 @@ def steps_of(home: Path, run: str) -> list[int]:
     return [record["step"] for record in records if record["kind"] == "step"]
 
 
-def test_speedrun_killed_while_it_learns_to_talk_goes_on_from_there(raced):
+def test_a_speedrun_killed_during_sft_resumes_there(raced):
     home, again = raced
     assert "3/6 the base model is trained already" in again.stderr
     assert "4/6 midtraining is done already" in again.stderr
@@ -98,7 +98,7 @@ def test_speedrun_killed_while_it_learns_to_talk_goes_on_from_there(raced):
         assert steps_of(home, run) == list(range(1, 7))
 
 
-def test_speedrun_shows_what_was_learned_and_where_it_is(raced):
+def test_a_speedrun_prints_its_results_and_where_they_are(raced):
     home, again = raced
     for words in (
         "bits per byte",
@@ -113,7 +113,7 @@ def test_speedrun_shows_what_was_learned_and_where_it_is(raced):
     assert len(again.stdout.splitlines()) < 60, "one or two screens"
 
 
-def test_speedrun_typed_again_does_nothing_twice(raced, quick):
+def test_a_finished_speedrun_repeats_no_stage(raced, quick):
     home, _ = raced
     before = {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     again = last_json(nanorun(home, "speedrun", "--json"))
@@ -128,7 +128,7 @@ def test_speedrun_typed_again_does_nothing_twice(raced, quick):
     assert judged["bpb"] == pytest.approx(again["base"]["val_bpb"], rel=1e-6)
 
 
-def test_speedrun_makes_again_what_is_damaged(raced, quick, tmp_path):
+def test_a_speedrun_rebuilds_damaged_results(raced, quick, tmp_path):
     home = shutil.copytree(raced[0], tmp_path / "damaged")
     (home / "tokenizers" / "sample" / "ranks.tiktoken").unlink()
     shard = next((home / "data" / "sample").glob("*.parquet"))
@@ -139,9 +139,9 @@ def test_speedrun_makes_again_what_is_damaged(raced, quick, tmp_path):
     assert idle == [False, False, True, True, True, False]
 
 
-def test_getting_the_sample_again_is_no_mistake_unless_another_is_meant(home):
+def test_getting_the_sample_again_is_an_error_only_if_it_differs(home):
     nanorun(home, "data", "get", "sample", "--size", "20kB")
-    assert "here already" in nanorun(home, "data", "get", "sample", "--size", "20kB").stderr
+    assert "already here" in nanorun(home, "data", "get", "sample", "--size", "20kB").stderr
     assert "--replace" in complaint(home, "data", "get", "sample", "--size", "30kB")
     nanorun(home, "data", "get", "sample", "--size", "30kB", "--replace")
 
@@ -174,7 +174,7 @@ def small_world(home) -> Path:
     return home
 
 
-def test_a_run_of_many_days_is_refused_before_anything_starts_unless_it_is_meant(small_world):
+def test_a_run_of_many_days_needs_confirmation_before_it_starts(small_world):
     sentence = complaint(small_world, "train", "base", "--depth", "14")
     assert re.search(r"about [\d,]+ d .*--depth \d+, about .*--yes", sentence), sentence
     assert not (small_world / "runs").exists()
@@ -190,7 +190,7 @@ def test_a_run_of_many_days_is_refused_before_anything_starts_unless_it_is_meant
     meant.communicate()
 
 
-def test_a_plan_says_which_vocabulary_it_is_for_and_which_training_would_take(small_world, tmp_path):
+def test_a_plan_names_its_vocabulary_and_the_one_that_training_would_use(small_world, tmp_path):
     said = nanorun(small_world, "plan", "--gpu", "h100").stdout
     assert "'small', which train base would use here, has 300 (--vocab 300)" in " ".join(said.split())
     assert last_json(nanorun(small_world, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 32_768
@@ -201,7 +201,7 @@ def test_a_plan_says_which_vocabulary_it_is_for_and_which_training_would_take(sm
     assert "which train base" not in nanorun(empty, "plan", "--gpu", "h100").stdout
 
 
-def test_from_own_text_to_tokens_through_the_command_line(home, corpus):
+def test_own_text_is_added_tokenized_and_listed(home, corpus):
     added = last_json(nanorun(home, "data", "add", corpus, "--json"))
     assert (added["name"], added["documents"], added["shards"]) == ("tales", 900, 2)
     listed = last_json(nanorun(home, "data", "ls", "--verify", "--json"))
@@ -217,7 +217,7 @@ def test_from_own_text_to_tokens_through_the_command_line(home, corpus):
     assert "tales-tales-300" in nanorun(home, "data", "ls").stdout
 
 
-def test_doctor_says_what_is_here(home):
+def test_doctor_reports_the_machine(home):
     found = last_json(nanorun(home, "doctor", "--json"))
     assert found["ready"] is True
     assert {"torch", "device", "disk", "home", "sandbox"} <= {
@@ -226,7 +226,7 @@ def test_doctor_says_what_is_here(home):
     assert "torch" in nanorun(home, "doctor").stdout
 
 
-def test_doctor_finds_a_home_that_is_a_file_and_verbs_refuse_it(tmp_path):
+def test_a_home_that_is_a_file_is_reported_and_rejected(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for home in (file, file / "below"):
@@ -237,7 +237,7 @@ def test_doctor_finds_a_home_that_is_a_file_and_verbs_refuse_it(tmp_path):
     assert "is a file" in complaint(file, "data", "get", "sample", "--size", "1kB")
 
 
-def test_a_home_that_does_not_exist_is_named_when_it_is_made(tmp_path):
+def test_creating_a_missing_home_is_reported(tmp_path):
     home = tmp_path / "tpyo"
     assert "There is no trained model" in complaint(home, "eval", "bpb")
     assert not home.exists()
@@ -245,7 +245,7 @@ def test_a_home_that_does_not_exist_is_named_when_it_is_made(tmp_path):
     assert "creating" not in nanorun(home, "data", "get", "sample", "--size", "1kB").stderr
 
 
-def test_one_damaged_dataset_hides_no_other(small_world, corpus):
+def test_a_damaged_dataset_hides_no_other(small_world, corpus):
     nanorun(small_world, "data", "add", corpus, "--name", "bad")
     manifest = small_world / "data" / "bad" / "dataset.json"
     sound = json.loads(manifest.read_text())
@@ -257,7 +257,7 @@ def test_one_damaged_dataset_hides_no_other(small_world, corpus):
         assert not re.search("NoneType|__init__|indices|Expecting", listed.stderr)
 
 
-def test_doctor_says_what_the_sandbox_needs(home, tmp_path, monkeypatch):
+def test_doctor_reports_what_the_sandbox_needs(home, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = last_json(nanorun(home, "doctor", "--json"))
     (sandbox,) = [finding for finding in found["findings"] if finding["what"] == "sandbox"]
@@ -282,13 +282,13 @@ VERBS += ["tok eval", "train base", "eval bpb", "eval core", "bench train", "ben
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself_with_an_example(home, verb):
+def test_every_command_has_help_with_an_example(home, verb):
     shown = nanorun(home, *verb.split(), "--help").stdout
     assert "Usage: nanorun" in shown
     assert "Example:" in shown or verb in ("", "data")
 
 
-def test_without_a_verb_the_help_is_shown(home):
+def test_without_a_command_the_help_is_shown(home):
     assert nanorun(home).stdout == nanorun(home, "--help").stdout
 
 
@@ -321,7 +321,7 @@ def test_without_a_verb_the_help_is_shown(home):
         (["tok", "eval", "--tokenizer", "none"], "There is no tokenizer 'none'"),
     ],
 )
-def test_a_mistake_gets_one_sentence_and_exit_code_2(home, args, words):
+def test_a_user_error_prints_one_sentence_and_exits_with_2(home, args, words):
     assert words in complaint(home, *args)
     assert [path.name for path in home.rglob("*") if path.is_file()] == []
 
@@ -333,7 +333,7 @@ def test_a_vocabulary_too_large_for_the_text_is_explained(home, corpus):
 
 
 @pytest.mark.parametrize("fault", ["truncated xz", "no text column", "missing", "not utf-8"])
-def test_bad_input_to_data_add_leaves_nothing_half_written(home, tmp_path, corpus, fault):
+def test_bad_input_to_data_add_leaves_no_partial_files(home, tmp_path, corpus, fault):
     import lzma
 
     bad = tmp_path / {"truncated xz": "bad.jsonl.xz", "no text column": "bad.parquet"}.get(fault, "bad.jsonl")
@@ -347,7 +347,7 @@ def test_bad_input_to_data_add_leaves_nothing_half_written(home, tmp_path, corpu
     assert [path for path in home.rglob("*") if path.name != "data"] == []
 
 
-def test_terminated_in_the_middle_it_cleans_up_and_says_so(home, tmp_path):
+def test_sigterm_cleans_up_and_reports_it(home, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "nanorun", "data", "get", "sample", "--size", "2GB"],
         cwd=ROOT,
@@ -366,7 +366,7 @@ def test_terminated_in_the_middle_it_cleans_up_and_says_so(home, tmp_path):
     assert list((home / "data").iterdir()) == []
 
 
-def test_output_into_a_closed_pipe_is_no_traceback(home):
+def test_a_closed_pipe_gives_no_traceback(home):
     nanorun(home, "data", "get", "sample", "--size", "1kB")
     for verb in ("data ls", "--help", "plan --gpu h100 --json"):
         shell = f"{sys.executable} -m nanorun {verb} | true; exit ${{PIPESTATUS[0]}}"
@@ -378,7 +378,7 @@ def test_output_into_a_closed_pipe_is_no_traceback(home):
         assert done.returncode == 141, "as one whom SIGPIPE ended"
 
 
-def test_importing_the_command_line_is_quick_and_starts_nothing(home):
+def test_importing_the_command_line_is_quick_and_has_no_side_effects(home):
     code = "import sys, nanorun.cli; print([m for m in ('torch', 'pyarrow', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert "torch" not in done.stdout

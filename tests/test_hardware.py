@@ -1,4 +1,4 @@
-"""What is asked of the machine itself."""
+"""Settings of the machine."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-FREED_AND_ASKED_FOR = """
+FREE_AND_ALLOCATE = """
 import resource
 import torch
 from nanorun.hardware import keep_freed_memory
@@ -27,11 +27,11 @@ print(usual, faults())
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other habits")
-def test_memory_that_is_kept_does_not_fault_again():
-    """In a process that begins by giving all of it back, which others do by chance."""
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_kept_memory_does_not_page_fault_again():
+    """In a process configured to return all freed memory at first, as others do by chance."""
     done = subprocess.run(
-        [sys.executable, "-c", FREED_AND_ASKED_FOR],
+        [sys.executable, "-c", FREE_AND_ALLOCATE],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,

@@ -40,7 +40,7 @@ def test_allocations_at_the_peak_are_grouped_by_line(tmp_path):
     assert "buf1 = empty_strided_cuda" in held[0].line
 
 
-def test_memory_from_before_that_is_freed_makes_room():
+def test_memory_allocated_before_the_trace_counts_when_it_is_freed():
     most, held = peak.at_peak(
         [event("free_completed", 9, 1000), event("alloc", 1, 400), event("alloc", 2, 700)]
     )

@@ -1,4 +1,4 @@
-"""A plan says before the start what the reference table and kept measurements say."""
+"""A plan agrees with the reference table and with kept measurements."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def none(tmp_path):
         (26, 918e6, 1.68e9, 6.0e9),
     ],
 )
-def test_sizes_are_those_of_the_reference_table(depth, scaling, total, flops_per_token, none):
+def test_sizes_match_the_reference_table(depth, scaling, total, flops_per_token, none):
     record = plan_record(make_plan(scale(depth, VOCAB), "h100", results=none))
     assert record["scaling_parameters"] == pytest.approx(scaling, rel=0.005)
     assert record["total_parameters"] == pytest.approx(total, rel=0.005)
@@ -59,7 +59,7 @@ def test_tokens_time_and_cost_follow_from_each_other(none):
     assert json.loads(json.dumps(record)) == record
 
 
-def test_activations_agree_with_what_nanochat_was_measured_to_use():
+def test_activations_agree_with_a_measurement_of_nanochat():
     """Its d12 at 32 rows peaked at 28.1 GiB; it keeps bf16 logits and embeddings, we do not."""
     parts = memory_gb(scale(12, VOCAB).model, 32, GPUS["h200"], recipe=Recipe(fp8="none"))
     groups = scale(12, VOCAB).model.parameters()
@@ -109,7 +109,7 @@ def test_the_largest_micro_batch_fits_and_twice_as_many_rows_do_not(gpu, recompu
     assert sum(memory_gb(model, 2 * rows, card, recipe=recipe).values()) > 0.94 * card.memory_gb - 1
 
 
-def test_the_micro_batch_is_never_more_than_the_step_has(none):
+def test_the_micro_batch_never_exceeds_the_step(none):
     config = scale(12, VOCAB, batch_tokens=2**16)  # 32 rows
     plan = make_plan(config, "b200", gpus=8, results=none)
     assert (plan.device_batch, plan.micro_steps) == (4, 1)
@@ -118,7 +118,7 @@ def test_the_micro_batch_is_never_more_than_the_step_has(none):
         make_plan(config, "b200", gpus=64, results=none)
 
 
-def test_what_fits_only_with_recompute_is_planned_with_it(none):
+def test_a_model_that_fits_only_with_recompute_is_planned_with_it(none):
     long = {"context": 16_384}  # one row then keeps more than a model needs as scratch memory
     depth = deepest("rtx4090", recipe=RECOMPUTE, **long)
     assert depth > deepest("rtx4090", **long) > 12
@@ -129,7 +129,7 @@ def test_what_fits_only_with_recompute_is_planned_with_it(none):
     assert "only with recompute" in plan_table(plan)
 
 
-def test_what_does_not_fit_says_what_would(none):
+def test_a_model_that_does_not_fit_gets_a_suggestion(none):
     plan = make_plan(scale(deepest("t4", recipe=RECOMPUTE) + 2, VOCAB), "t4", results=none)
     assert not plan.fits
     assert f"d{deepest('t4', recipe=RECOMPUTE)}" in plan_table(plan)
@@ -138,7 +138,7 @@ def test_what_does_not_fit_says_what_would(none):
     assert "--device-batch 32" in plan_table(too_many)
 
 
-def test_the_deepest_grows_with_the_card_and_with_their_number():
+def test_the_deepest_model_grows_with_memory_and_gpus():
     assert deepest("t4") < deepest("a100-40") < deepest("h100") < deepest("h200")
     assert deepest("h100", gpus=8) > deepest("h100")
     assert deepest(replace(GPUS["t4"], memory_gb=1.0)) == 0
@@ -175,14 +175,14 @@ def test_narrow_models_and_several_gpus_are_expected_to_be_slower(none):
     assert make_plan(scale(12, VOCAB), "h100", gpus=8, results=none).mfu == pytest.approx(0.40 * 0.94)
 
 
-def test_the_table_holds_the_figures_people_ask_for(none):
+def test_the_table_shows_the_main_figures(none):
     text = plan_table(make_plan(scale(24, VOCAB, horizon=Horizon(ratio=8)), "h100", gpus=8, results=none))
     for part in ("d24", "1.38B", "730M", "8 × h100", "activations", "MFU", "$", "May 2026", "micro-step"):
         assert part in text
     assert max(map(len, text.splitlines())) < 110
 
 
-def test_what_happened_is_set_beside_the_plan(none):
+def test_a_plan_is_compared_with_the_measured_run(none):
     record = plan_record(make_plan(scale(12, VOCAB), "h200", results=none))
     summary = {"seconds": record["minutes"] * 120, "tokens_per_s": 600_000, "mfu": None, "peak_gib": 30.0}
     rows = {row["what"]: row for row in compare_with_plan(record, summary)}
@@ -193,7 +193,7 @@ def test_what_happened_is_set_beside_the_plan(none):
     assert [row["ratio"] for row in compare_with_plan({}, {})] == [None] * 4
 
 
-def test_gpus_are_found_by_the_names_people_and_torch_give_them():
+def test_gpus_are_found_by_the_names_of_users_and_of_torch():
     assert hardware.named_gpu("RTX 4090") is GPUS["rtx4090"]
     assert hardware.named_gpu("A100_80") is GPUS["a100-80"]
     with pytest.raises(UserError, match=r"'h99'.*h100.*rtx4090"):
@@ -230,7 +230,7 @@ def test_gpus_are_found_by_the_names_people_and_torch_give_them():
     assert GPUS["h100"].bf16_tflops == GPUS["h200"].bf16_tflops == 989
 
 
-def test_this_machine_is_planned_for_without_a_name(none):
+def test_the_default_gpu_is_this_machine(none):
     machine = hardware.this_gpu(seconds=0.05)
     assert machine.bf16_tflops > 0
     assert machine.memory_gb > 0
@@ -239,8 +239,8 @@ def test_this_machine_is_planned_for_without_a_name(none):
     assert json.loads(json.dumps(record)) == record
 
 
-def test_a_plan_for_a_cpu_is_what_a_small_model_takes_there():
-    """By the peak of large matmuls it would take a fourth of that. The machine may be busy, so the best of a few."""
+def test_a_plan_for_a_cpu_agrees_with_a_measured_step():
+    """From the peak of large matmuls it would be a fourth. The machine may be busy, so the best of a few counts."""
     from nanorun.model.gpt import build
 
     if hardware.detect().device != "cpu":
@@ -261,7 +261,7 @@ def test_a_plan_for_a_cpu_is_what_a_small_model_takes_there():
     assert min(abs(math.log(ratio())) for _ in range(4)) < math.log(1.5)
 
 
-def test_evaluation_is_planned_with_the_text_that_there_is(none):
+def test_evaluation_is_planned_with_the_available_text(none):
     config = scale(4, VOCAB)
     all_of_it = make_plan(config, "h100", results=none)
     little = make_plan(config, "h100", results=none, validation_tokens=config.train.eval_tokens // 100)
@@ -269,7 +269,7 @@ def test_evaluation_is_planned_with_the_text_that_there_is(none):
     assert little.minutes == all_of_it.minutes
 
 
-def test_what_takes_too_long_is_refused_with_what_would_fit(none):
+def test_a_plan_that_takes_too_long_is_rejected_with_a_suggestion(none):
     long = make_plan(scale(24, VOCAB), "t4", results=none)
     with pytest.raises(PlanTooLong, match=r"about \d+ d .*--depth (\d+), about \d+ h .*--yes") as refused:
         check_duration(long, 1)
@@ -282,7 +282,7 @@ def test_what_takes_too_long_is_refused_with_what_would_fit(none):
     check_duration(make_plan(scale(24, VOCAB, horizon=Horizon(tokens=fewer)), "t4", results=none), 1)
 
 
-def test_nonsense_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(UserError, match="at least one"):
         make_plan(scale(12, VOCAB), "h100", gpus=0)
     with pytest.raises(UserError, match="at least one"):

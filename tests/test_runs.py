@@ -1,4 +1,4 @@
-"""A run's folder says truly what the run is, what happened in it, and who works there."""
+"""A run's folder: its configuration, its metrics, and its lock."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def metrics_of(folder: Path) -> list[int]:
     return [record["step"] for record in read_metrics(folder)]
 
 
-def test_a_run_remembers_its_config_and_goes_on_with_the_same(home):
+def test_a_run_resumes_with_the_same_config(home):
     with Run.open("mine", CONFIG) as run:
         run.log({"step": 1})
     with Run.open("mine", {**CONFIG, "model": {"depth": 4, "windows": ("S", "L")}}) as run:
@@ -77,7 +77,7 @@ def test_a_run_remembers_its_config_and_goes_on_with_the_same(home):
     assert metrics_of(home / "runs" / "mine") == [1, 2]
 
 
-def test_another_config_is_refused_and_the_differences_are_named(home):
+def test_another_config_is_rejected_with_the_differences(home):
     Run.open("mine", CONFIG).close()
     other = {"kind": "base", "model": {"depth": 6, "windows": ["S"]}, "train": {"steps": 10, "new": True}}
     with pytest.raises(UserError) as refused:
@@ -89,7 +89,7 @@ def test_another_config_is_refused_and_the_differences_are_named(home):
     Run.open("mine", CONFIG).close()  # the refused one left no lock behind
 
 
-def test_what_a_person_typed_is_named_before_what_follows_from_it(home):
+def test_options_are_listed_before_derived_fields(home):
     begun = scale(4, 1024)
     Run.open("mine", begun.to_dict()).close()
     with pytest.raises(UserError, match=r"other settings \(--depth was 4 and is now 6; --steps was"):
@@ -98,7 +98,7 @@ def test_what_a_person_typed_is_named_before_what_follows_from_it(home):
         Run.open("mine", replace(begun, data="other").to_dict())
 
 
-def test_a_config_with_earlier_field_names_reads_as_today_and_its_run_resumes(home):
+def test_a_config_with_earlier_field_names_loads_and_its_run_resumes(home):
     old = json.loads((Path(__file__).parent / "config_before_lr_names.json").read_text())
     config = Config.from_dict(old)
     assert config.optim.matrix_lr == old["optim"]["matrix_rate"]
@@ -125,7 +125,7 @@ def test_a_config_with_earlier_field_names_reads_as_today_and_its_run_resumes(ho
         (lambda r: r.update(data=None), "data is null: it must be text"),
     ],
 )
-def test_a_wrong_configuration_is_explained_in_plain_words(change, sentence):
+def test_an_invalid_configuration_is_explained(change, sentence):
     record = scale(4, 1024).to_dict()
     change(record)
     with pytest.raises(UserError) as refused:
@@ -133,7 +133,7 @@ def test_a_wrong_configuration_is_explained_in_plain_words(change, sentence):
     assert sentence in str(refused.value)
 
 
-def test_a_damaged_run_is_passed_over_and_named(home, capsys):
+def test_a_damaged_run_is_skipped_and_reported(home, capsys):
     for age, name in enumerate(("sound", "damaged")):
         with Run.open(name, {"kind": "base"}) as run:
             (run.checkpoints / "000007").mkdir()
@@ -157,7 +157,7 @@ def test_fresh_replaces_everything_and_leaves_nothing_hidden(home):
     assert os.listdir(home / "runs") == ["mine"]
 
 
-def test_a_fresh_start_killed_at_any_moment_keeps_the_old_run_or_has_the_new(home):
+def test_a_fresh_start_killed_at_any_time_leaves_the_old_run_or_the_new(home):
     with Run.open("mine", CONFIG) as run:
         for step in range(1, 4):
             run.log({"step": step})
@@ -184,7 +184,7 @@ def test_a_fresh_start_killed_at_any_moment_keeps_the_old_run_or_has_the_new(hom
     assert outcomes == {(-signal.SIGKILL, len(CONFIG)), (-signal.SIGKILL, 1)}
 
 
-def test_many_processes_at_once_work_one_at_a_time(home):
+def test_concurrent_processes_exclude_each_other(home):
     code = (
         "import os, sys, time; from nanorun.errors import UserError; from nanorun.runs import Run\n"
         "won, end = 0, time.monotonic() + 1\n"
@@ -215,24 +215,24 @@ def test_a_fresh_start_does_not_touch_a_run_in_use(home):
         assert metrics_of(run.folder) == [1]
 
 
-def test_a_name_that_would_leave_the_folder_is_refused(home):
+def test_a_name_outside_the_folder_is_rejected(home):
     with pytest.raises(UserError, match="cannot name a run"):
         Run.open("../elsewhere", CONFIG)
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_second_process_is_refused_until_the_first_is_killed(home, forked):
+def test_a_second_process_is_rejected_until_the_first_is_killed(home, forked):
     holder = start_holder(*["fork"] * forked)
     try:
         with pytest.raises(UserError) as refused:
             Run.open("mine", {"a": 1})
         assert f"in use by process {holder.pid} on {os.uname().nodename} since 20" in str(refused.value)
-        assert "nanorun.runs" in str(refused.value), "the command is named"
+        assert "nanorun.runs" in str(refused.value), "the command is reported"
         os.kill(holder.pid, signal.SIGKILL)  # only the holder: a forked worker of it lives on
         holder.wait()
         with Run.open("mine", {"a": 1}) as run:
             assert json.loads((run.folder / "lock").read_text())["pid"] == os.getpid()
-            assert metrics_of(run.folder) == [1], "what a killed process logged is there"
+            assert metrics_of(run.folder) == [1], "the log of a killed process survives"
     finally:
         os.killpg(holder.pid, signal.SIGKILL) if forked or holder.poll() is None else None
         holder.wait()
@@ -265,7 +265,7 @@ def test_every_line_is_valid_json_whatever_is_logged(home):
         assert (first["norm"], first["low"]) == (math.inf, -math.inf)
 
 
-def test_resuming_rewinds_the_metrics_and_drops_a_torn_line(home):
+def test_resuming_rewinds_the_metrics_and_drops_a_partial_line(home):
     with Run.open("mine", CONFIG) as run:
         run.log({"event": "start"})
         for step in range(1, 8):
@@ -274,7 +274,7 @@ def test_resuming_rewinds_the_metrics_and_drops_a_torn_line(home):
     path = home / "runs" / "mine" / "metrics.jsonl"
     with open(path, "ab") as file:
         file.write(b'{"step": 5, "lo')
-    assert len(list(read_metrics(path.parent))) == 9, "a reader passes over the torn line"
+    assert len(list(read_metrics(path.parent))) == 9, "a reader skips the partial line"
     with Run.open("mine", CONFIG) as run:
         assert run.rewind_metrics(5) == 2
         assert run.rewind_metrics(5) == 0
@@ -284,7 +284,7 @@ def test_resuming_rewinds_the_metrics_and_drops_a_torn_line(home):
     assert sorted(os.listdir(path.parent)) == ["checkpoints", "config.json", "lock", "metrics.jsonl"]
 
 
-def test_a_torn_line_is_cut_when_a_run_goes_on_without_rewinding(home):
+def test_a_partial_line_is_dropped_when_a_run_resumes_without_rewinding(home):
     with Run.open("mine", CONFIG) as run:
         run.log({"step": 1})
     with open(home / "runs" / "mine" / "metrics.jsonl", "ab") as file:
@@ -294,7 +294,7 @@ def test_a_torn_line_is_cut_when_a_run_goes_on_without_rewinding(home):
         assert metrics_of(run.folder) == [1, 2]
 
 
-def test_a_full_disk_leaves_whole_lines_and_says_so(home):
+def test_a_full_disk_leaves_complete_lines_and_is_reported(home):
     code = (
         "import resource; from nanorun.runs import Run\n"
         "run = Run.open('mine', {'a': 1}); resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
@@ -310,13 +310,13 @@ def test_a_full_disk_leaves_whole_lines_and_says_so(home):
     assert len(lines) > 20
 
 
-def test_the_summary_is_whole_and_plain(home):
+def test_the_summary_is_valid_json(home):
     with Run.open("mine", CONFIG) as run:
         run.write_summary({"bpb": 1.5, "worst": math.inf})
         assert json.loads((run.folder / "summary.json").read_text()) == {"bpb": 1.5, "worst": "Infinity"}
 
 
-def test_the_newest_run_is_the_one_last_worked_on(home):
+def test_the_newest_run_is_the_last_modified(home):
     assert newest_run() is None
     for age, (name, kind) in enumerate([("one", "base"), ("two", "sft"), ("three", "base")]):
         with Run.open(name, {"kind": kind}) as run:
@@ -339,7 +339,7 @@ def test_the_newest_run_is_the_one_last_worked_on(home):
     assert list_runs()[0].modified > time.time() - 100
 
 
-def test_a_damaged_config_is_named_and_fresh_helps(home):
+def test_a_damaged_config_is_reported_and_fresh_replaces_it(home):
     Run.open("mine", CONFIG).close()
     (home / "runs" / "mine" / "config.json").write_text('{"a":')
     with pytest.raises(UserError, match=r"config\.json is damaged"):
