@@ -34,10 +34,10 @@ def count(n: float) -> str:
 
 def size(n: float) -> str:
     """Bytes in decimal units: '648 MB'."""
-    for unit, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(n) >= unit:
-            return f"{n / unit:.3g} {suffix}"
-    return f"{n:.0f} B"
+    if abs(n) < 1e3:
+        return f"{n:.0f} B"
+    scaled = count(n)
+    return f"{scaled[:-1]} {scaled[-1]}B"
 
 
 def seconds(s: float) -> str:

@@ -151,7 +151,7 @@ def test_tool_output_depends_on_the_allowed_tools(trained):
 
 MISTAKES = [
     (["-p", "hi", "--model", "nobody"], "", "There is no run 'nobody'"),
-    (["-p", "x" * CONTEXT], "", "(at most 2047). Shorten it"),
+    (["-p", "x" * CONTEXT], "", "the model's context is 2,048"),
     (["-p", "x" * CONTEXT, "--model", "writer"], "", "the model's context is 2,048"),
     (["-p", " "], "", "There is no question"),
     ([], "\n", "stdin is empty"),
@@ -384,7 +384,7 @@ def test_commands_and_the_files_they_write(talkers):
             ("/save inputrc", "inputrc already exists"),
             ("/load nothing", "cannot be read"),
             ("/load inputrc", "does not contain one conversation"),
-            ("x" * CONTEXT, "shorten it"),
+            ("x" * CONTEXT, "shorten the prompt"),
         ):
             assert words in session.say(mistake)
         assert session.say("/seed 7") == "seed: 7"

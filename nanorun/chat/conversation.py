@@ -13,7 +13,6 @@ tokens, prefills only its new part.
 
 import queue
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from nanorun.errors import UserError
 from nanorun.infer.engine import Event, Reply, Request, Sampling, Settings
 from nanorun.infer.load import ServedModel, ToolName
 from nanorun.infer.request import DEFAULT_SAMPLING
-from nanorun.text.chat import ConversationCut, Part, Piece, join_pieces, render, render_prompt
+from nanorun.text.chat import Part, Piece, fit_prompt, join_pieces, render
 
 
 @dataclass(frozen=True)
@@ -222,14 +221,10 @@ class Dialogue(Conversation):
 
     def _prompt(self, question: str) -> list[int]:
         messages = [*self._messages(), {"role": "user", "content": question}]
-        tokenizer = self.model.tokenizer
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", ConversationCut)
-            try:
-                prompt = render_prompt(messages, tokenizer, self.max_prompt)
-            except UserError:  # the question alone exceeds its share
-                prompt = render_prompt(messages, tokenizer, self.model.engine.context - 1)
-        self.truncated = any(issubclass(warning.category, ConversationCut) for warning in caught)
+        prompt, dropped = fit_prompt(messages, self.model.tokenizer, self.max_prompt)
+        if len(prompt) > self.max_prompt:  # the question alone exceeds its share
+            prompt, dropped = fit_prompt(messages, self.model.tokenizer, self.model.engine.context - 1)
+        self.truncated = dropped > 0
         return prompt
 
 

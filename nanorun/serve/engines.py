@@ -179,7 +179,7 @@ class RemoteEngine:
 
 
 class RemoteModel:
-    """The model, with one engine process per device. Close it, or use it as a context manager."""
+    """The model, with one engine process per device. `close` ends the processes."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.engines: list[RemoteEngine] = []
@@ -217,12 +217,6 @@ class RemoteModel:
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
-
-    def __enter__(self) -> "RemoteModel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Dispatcher:

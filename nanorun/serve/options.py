@@ -6,7 +6,6 @@ from typing import Literal
 from nanorun.errors import UserError
 from nanorun.infer.request import DEFAULT_SAMPLING, Sampling
 
-KEY_VARIABLE = "NANORUN_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -47,7 +46,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
-            raise UserError(f"The API key is empty: set one, or leave out --api-key and {KEY_VARIABLE}.")
+            raise UserError("The API key is empty: set one, or leave out --api-key and NANORUN_API_KEY.")
         if not 0 <= self.port < 2**16:
             raise UserError(f"--port is {self.port}: it must be from 0 to 65535.")
         for origin in self.cors:

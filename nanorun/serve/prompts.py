@@ -12,7 +12,7 @@ from typing import Any
 from nanorun.errors import UserError
 from nanorun.serve.errors import ApiError
 from nanorun.serve.schema import Message
-from nanorun.text.chat import Part, render_prompt
+from nanorun.text.chat import Part, fit_prompt
 from nanorun.text.tokenizer import Tokenizer
 
 ANSWER_SHARE = 4  # with truncation, a quarter of the context is reserved for the answer
@@ -21,25 +21,25 @@ ANSWER_SHARE = 4  # with truncation, a quarter of the context is reserved for th
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         self.tokenizer, self.context = tokenizer, context
-        self._max_token_bytes = max(int(tokenizer.token_bytes().max()), 1)
 
     def encode_messages(
         self, messages: Sequence[Message], truncate: bool, max_tokens: int | None
     ) -> tuple[list[list[int]], int]:
         """Returns the prompt, and how many of the oldest messages were left out."""
         turns = _turns(messages)
-        all_turns = len(turns)
-        if truncate:
-            reserved = max(self.context // ANSWER_SHARE, 1)
-            turns = self._newest(turns, self.context - min(max_tokens or reserved, reserved))
-        size = sum(len(part["text"].encode("utf-8", "replace")) for turn in turns for part in turn["content"])
-        self._check_size(size, "messages")
+        kept = turns
+        if truncate:  # the system message and the newest one are never left out
+            kept = [turn for turn in turns if turn is turns[-1] or turn["role"] == "system"]
+        texts = [part["text"] for turn in kept for part in turn["content"]]
+        self._check_size(sum(len(text.encode("utf-8", "replace")) for text in texts), "messages")
+        reserved = max(self.context // ANSWER_SHARE, 1)
+        max_prompt = self.context - min(max_tokens or reserved, reserved)
         try:
-            ids = render_prompt(turns, self.tokenizer)
+            ids, left_out = fit_prompt(turns, self.tokenizer, max_prompt if truncate else None)
         except UserError as error:
             raise ApiError(400, str(error), "invalid_value", "messages") from error
         self._check_length(len(ids), "messages")
-        return [ids], all_turns - len(turns)
+        return [ids], left_out
 
     def encode_texts(self, prompts: Sequence[str | Sequence[int]]) -> tuple[list[list[int]], int]:
         return [self._encode_text(prompt) for prompt in prompts], 0
@@ -60,36 +60,10 @@ class PromptEncoder:
         self._check_length(len(ids), "prompt")
         return list(ids)
 
-    def _newest(self, turns: list[dict[str, Any]], max_tokens: int) -> list[dict[str, Any]]:
-        """Leaves out the oldest questions and answers, so that the rest has about `max_tokens` tokens.
-
-        Old messages are not encoded: a long conversation costs no more than the context.
-        """
-        system = turns[:1] if turns[0]["role"] == "system" else []
-        turns = turns[len(system) :]
-        left = max_tokens - 3 - sum(self._count(turn) for turn in system)
-        start = len(turns)
-        for at in range(len(turns) - 1, -1, -1):
-            if (
-                left < 0
-                or sum(len(part["text"]) for part in turns[at]["content"]) > left * self._max_token_bytes
-            ):
-                break
-            left -= self._count(turns[at])
-            if left >= 0 and turns[at]["role"] == "user":
-                start = at
-        start = min(start, len(turns) - 1)  # the newest question is never left out
-        return [*system, *turns[start:]]
-
-    def _count(self, turn: dict[str, Any]) -> int:
-        """Tokens of a message, with the special tokens around it and around its tool calls."""
-        parts: list[dict[str, str]] = turn["content"]
-        return 2 + sum(len(self.tokenizer.encode(p["text"])) + 2 * (p["type"] != "text") for p in parts)
-
     def _check_size(self, size: int, param: str) -> None:
         """Rejects what cannot fit, before it is encoded."""
-        if size > self.context * self._max_token_bytes:
-            self._check_length(-(-size // self._max_token_bytes), param, "at least ")
+        if size > self.context * self.tokenizer.max_token_bytes:
+            self._check_length(-(-size // self.tokenizer.max_token_bytes), param, "at least ")
 
     def _check_length(self, tokens: int, param: str, about: str = "") -> None:
         if tokens >= self.context:

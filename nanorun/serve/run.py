@@ -5,6 +5,7 @@ seconds), then it stops. The second one stops it at once.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 from types import FrameType
@@ -32,7 +33,7 @@ def serve(options: ServeOptions) -> None:
     console.say("Loading the model ...")
     logging.getLogger("nanorun.serve").addHandler(logging.StreamHandler())
     logging.getLogger("uvicorn.error").addFilter(_is_not_cancellation)
-    with engines.RemoteModel(options) as model:
+    with contextlib.closing(engines.RemoteModel(options)) as model:
         service = app.Service(model, options)
         config = uvicorn.Config(
             app.build_app(service),

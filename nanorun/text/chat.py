@@ -86,32 +86,50 @@ def render_prompt(
     With `max_tokens`, the oldest pairs of question and answer are dropped until the rest fits; the system text
     stays.
     """
+    ids, dropped = fit_prompt(messages, tokenizer, max_tokens)
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise UserError(
+            f"The newest message is too long: {len(ids)} tokens with its markers (at most {max_tokens}). Shorten it."
+        )
+    if dropped:
+        warnings.warn(
+            f"The conversation does not fit in {max_tokens} tokens: its first {dropped} messages are dropped.",
+            ConversationCut,
+            stacklevel=2,
+        )
+    return ids
+
+
+def fit_prompt(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_tokens: int | None = None
+) -> tuple[list[int], int]:
+    """`render_prompt` that always keeps the newest message. Returns the prompt and the number of dropped messages.
+
+    It begins with the newest message and does not encode messages that cannot fit, so that an arbitrarily long
+    conversation costs no more than `max_tokens`.
+    """
     system, turns = check_messages(messages)
     if len(turns) % 2 == 0:
         raise UserError(
             f"messages[{len(messages) - 1}] is an assistant message: an answer can only follow a user message, so "
             "end the messages with one."
         )
-    rendered = [_render_message(turn, tokenizer, None)[0] for turn in turns]
-    for start in range(0, len(turns), 2):
-        first = _render_message(turns[start], tokenizer, system)[0]
-        size = 1 + len(first) + sum(len(ids) for ids in rendered[start + 1 :]) + 1
-        if max_tokens is None or size <= max_tokens:
+    start, rest = len(turns) - 1, list[int]()
+    first = _render_message(turns[start], tokenizer, system)[0]
+    while start:
+        older = turns[start - 2 : start]
+        characters = sum(len(part["text"]) for turn in older for part in _parts(turn["content"]))
+        if max_tokens is not None and characters > max_tokens * tokenizer.max_token_bytes:
             break
-    else:
-        raise UserError(
-            f"The newest message is too long: {size} tokens with its markers (at most {max_tokens}). Shorten it."
-        )
-    if start:
-        warnings.warn(
-            f"The conversation does not fit in {max_tokens} tokens: its first {start} messages are dropped.",
-            ConversationCut,
-            stacklevel=2,
-        )
-    ids = [tokenizer.bos, *first]
-    for message_ids in rendered[start + 1 :]:
-        ids += message_ids
-    return [*ids, tokenizer.special["<|assistant_start|>"]]
+        question = _render_message(older[0], tokenizer, system)[0]
+        newer = [
+            *_render_message(older[1], tokenizer, None)[0],
+            *_render_message(turns[start], tokenizer, None)[0],
+        ]
+        if max_tokens is not None and 2 + len(question) + len(newer) + len(rest) > max_tokens:
+            break
+        first, rest, start = question, newer + rest, start - 2
+    return [tokenizer.bos, *first, *rest, tokenizer.special["<|assistant_start|>"]], start
 
 
 class StreamDecoder:

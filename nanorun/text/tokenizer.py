@@ -194,6 +194,10 @@ class Tokenizer:
             lengths[rank] = len(token)
         return lengths
 
+    @functools.cached_property
+    def max_token_bytes(self) -> int:
+        return max(map(len, self._ranks), default=1)
+
     # -- identity and files --------------------------------------------------------------------------
 
     @functools.cached_property

@@ -1,6 +1,7 @@
 """What the process tests do not cover: the files of the page, several engines, random requests from the schema."""
 
 import asyncio
+import contextlib
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from nanorun.text.chat import join_pieces, render_prompt
 def model(trained, monkeypatch):
     """With two engines."""
     monkeypatch.setenv("NANORUN_HOME", str(trained))
-    with RemoteModel(ServeOptions(slots=2)) as model:
+    with contextlib.closing(RemoteModel(ServeOptions(slots=2))) as model:
         model.engines.append(RemoteEngine({"model": model.name, "slots": 2}))
         model.engines[1].wait_until_ready()
         yield model

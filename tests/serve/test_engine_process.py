@@ -62,7 +62,7 @@ async def all_events(engine, request):
 @pytest.fixture
 def remote(trained, monkeypatch):
     monkeypatch.setenv("NANORUN_HOME", str(trained))
-    with RemoteModel(ServeOptions(slots=2)) as model:
+    with contextlib.closing(RemoteModel(ServeOptions(slots=2))) as model:
         yield model
 
 
