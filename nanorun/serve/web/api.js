@@ -1,6 +1,6 @@
 // The client of the server's API: its model, and streamed answers. Every error becomes one sentence.
 
-export class Trouble extends Error {
+export class ApiError extends Error {
   constructor(sentence, status = 0) {
     super(sentence);
     this.status = status;
@@ -17,7 +17,7 @@ export async function fetchModel(key) {
     const card = (await response.json()).data[0];
     return { id: String(card.id), kind: "chat", suggestions: [], sampling: {}, ...card.nanorun };
   } catch {
-    throw new Trouble("This is not a nanorun server: check the address.");
+    throw new ApiError("This is not a nanorun server: check the address.");
   }
 }
 
@@ -41,16 +41,16 @@ export async function* answer(request, key, signal) {
   for await (const data of events(response, signal)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new Trouble(String(chunk.error.message));
+    if (chunk.error) throw new ApiError(String(chunk.error.message));
     if (chunk.usage) yield { tokens: chunk.usage.completion_tokens };
     for (const { delta, text, finish_reason: finish } of chunk.choices ?? []) {
-      const said = delta?.content ?? text;
-      if (said) yield { kind: "text", text: said };
+      const content = delta?.content ?? text;
+      if (content) yield { kind: "text", text: content };
       for (const part of delta?.nanorun_parts ?? []) yield { kind: part.type, text: part.text };
       if (finish) yield { finish };
     }
   }
-  throw new Trouble(LOST);
+  throw new ApiError(LOST);
 }
 
 async function* events(response, signal) {
@@ -65,8 +65,8 @@ async function* events(response, signal) {
       for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6).trimEnd();
     }
   } catch (error) {
-    if (signal.aborted || error instanceof Trouble) throw error;
-    throw new Trouble(LOST);
+    if (signal.aborted || error instanceof ApiError) throw error;
+    throw new ApiError(LOST);
   } finally {
     reader.cancel().catch(() => {});
   }
@@ -81,7 +81,7 @@ async function send(path, options) {
   } catch (error) {
     if (options.signal?.aborted) throw error;
     const wrong = error instanceof TypeError && /header|ISO-8859|ByteString/i.test(error.message);
-    throw new Trouble(
+    throw new ApiError(
       wrong ? "The API key has invalid characters: correct it in the settings." : UNREACHABLE,
     );
   }
@@ -97,18 +97,18 @@ async function trouble(response, hadKey) {
     () => null,
   );
   if (status === 401) {
-    const said = hadKey
+    const message = hadKey
       ? "The server does not accept this API key: correct it in the settings."
       : "The server requires an API key: enter it in the settings.";
-    return new Trouble(said, status);
+    return new ApiError(message, status);
   }
   if (status === 429) {
     const when = wait ? ` in ${wait} s` : " in a moment";
-    return new Trouble(`The server is at capacity: try again${when}.`, status);
+    return new ApiError(`The server is at capacity: try again${when}.`, status);
   }
-  if (status === 503) return new Trouble("The server is shutting down: try again when it is back.", status);
+  if (status === 503) return new ApiError("The server is shutting down: try again when it is back.", status);
   if (error?.code === "context_length_exceeded") {
-    return new Trouble("This exceeds the model's context: shorten it, or start a new conversation.", status);
+    return new ApiError("This exceeds the model's context: shorten it, or start a new conversation.", status);
   }
-  return new Trouble(error?.message ? String(error.message) : `The server answered with ${status}.`, status);
+  return new ApiError(error?.message ? String(error.message) : `The server answered with ${status}.`, status);
 }

@@ -3,7 +3,7 @@
 import { titleOf } from "./store.js";
 
 export function toMarkdown(conversation) {
-  const said = conversation.messages.map(({ role, content, parts }) => {
+  const messages = conversation.messages.map(({ role, content, parts }) => {
     const text = (parts ?? [{ type: "text", text: content }])
       .map((part) =>
         part.type === "text"
@@ -13,7 +13,7 @@ export function toMarkdown(conversation) {
       .join("");
     return `**${role === "user" ? "You" : "Model"}**\n\n${text.trim()}\n`;
   });
-  return `# ${titleOf(conversation)}\n\n${said.join("\n")}`;
+  return `# ${titleOf(conversation)}\n\n${messages.join("\n")}`;
 }
 
 export function toJson(conversation, system) {

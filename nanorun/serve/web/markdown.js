@@ -85,10 +85,10 @@ function parse(text) {
       }
       blocks.push({ kind: "list", items });
     } else {
-      const said = [];
-      while (at < lines.length && lines[at].trim() && !(said.length && begins(lines[at])))
-        said.push(lines[at++]);
-      blocks.push({ kind: "text", text: "\n".repeat(gap) + said.join("\n") });
+      const paragraph = [];
+      while (at < lines.length && lines[at].trim() && !(paragraph.length && begins(lines[at])))
+        paragraph.push(lines[at++]);
+      blocks.push({ kind: "text", text: "\n".repeat(gap) + paragraph.join("\n") });
     }
   }
   return blocks;

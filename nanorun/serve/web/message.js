@@ -107,7 +107,7 @@ function showAnswer(body, message, model) {
       else body.append(fresh);
       node = fresh;
     }
-    if (segment.kind === "said") showMarkdown(node, segment.text);
+    if (segment.kind === "markdown") showMarkdown(node, segment.text);
     else showCall(node, segment, model?.tool);
   });
   while (body.children.length > segments.length) body.lastChild.remove();
@@ -115,17 +115,17 @@ function showAnswer(body, message, model) {
 
 /** Splits an answer into text and tool calls; a call has its code and its output. */
 function segmentsOf(message) {
-  if (!message.parts) return message.content ? [{ kind: "said", text: message.content }] : [];
+  if (!message.parts) return message.content ? [{ kind: "markdown", text: message.content }] : [];
   const segments = [];
   for (const { type, text } of message.parts) {
     const before = segments.at(-1);
-    if (type === "text") segments.push({ kind: "said", text: before ? text.replace(/^ +/, "") : text });
+    if (type === "text") segments.push({ kind: "markdown", text: before ? text.replace(/^ +/, "") : text });
     else if (type === "python") segments.push({ kind: "call", code: text, output: null, guess: false });
     else if (before?.kind === "call" && before.output === null)
       Object.assign(before, { output: text, guess: type === "guess" });
     else segments.push({ kind: "call", code: "", output: text, guess: type === "guess" });
   }
-  return segments.filter(({ kind, text }) => kind !== "said" || text.trim());
+  return segments.filter(({ kind, text }) => kind !== "markdown" || text.trim());
 }
 
 function showCall(node, { code, output, guess }, tool) {
@@ -188,17 +188,17 @@ function errorCard(message, { regenerate, settings, last }) {
 }
 
 function figures({ finish, stats, content, leftOut }) {
-  const said = [];
-  const add = (text, name = null) => said.push(h("span", { class: name }, text));
+  const items = [];
+  const add = (text, name = null) => items.push(h("span", { class: name }, text));
   if (finish === "stopped") add(content ? "stopped" : "stopped before the first word");
   if (finish === "interrupted") add("the page was closed before the end");
   if (finish === "length") add("cut off at the token limit");
   if (leftOut) add(leftOut === 1 ? "the oldest message is left out" : `the oldest ${leftOut} messages are left out`);
-  if (!stats?.tokens) return said;
+  if (!stats?.tokens) return items;
   add(`${stats.counted ? "" : "about "}${stats.tokens} token${stats.tokens === 1 ? "" : "s"}`, "count");
   if (stats.perSecond) add(`${round(stats.perSecond)} tokens/s`);
   add(`first after ${stats.first < 1 ? `${round(stats.first * 1000)} ms` : `${round(stats.first)} s`}`);
-  return said;
+  return items;
 }
 
 const round = (value) =>

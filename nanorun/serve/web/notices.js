@@ -6,8 +6,8 @@ const UNDO_MS = 8_000;
 const notices = new Map();
 
 /** Shows one sentence above the messages, with a button; null removes it. */
-export function notice(said, from, action = null) {
-  if (said) notices.set(from, { said, action });
+export function notice(text, from, action = null) {
+  if (text) notices.set(from, { text, action });
   else notices.delete(from);
   const [first] = notices.values();
   $("notice").hidden = !first;
@@ -15,12 +15,12 @@ export function notice(said, from, action = null) {
   const button =
     first.action &&
     h("button", { type: "button", class: "plain", onclick: first.action.act }, first.action.label);
-  $("notice").replaceChildren(icon("alert"), h("p", null, first.said), ...(button ? [button] : []));
+  $("notice").replaceChildren(icon("alert"), h("p", null, first.text), ...(button ? [button] : []));
 }
 
 let toasting = 0;
 
-export function toast(said, undo) {
+export function toast(text, undo) {
   clearTimeout(toasting);
   const box = $("toast");
   const close = () => {
@@ -37,7 +37,7 @@ export function toast(said, undo) {
     },
     "Undo",
   );
-  box.replaceChildren(h("span", null, said), button);
+  box.replaceChildren(h("span", null, text), button);
   box.hidden = false;
   const later = () => {
     clearTimeout(toasting);

@@ -199,7 +199,7 @@ function regenerate(message) {
   replaced(before, message.content ? "The answer was replaced." : null);
 }
 
-async function replaced(before, said) {
+async function replaced(before, text) {
   const conversation = shown;
   const undo = async () => {
     await talk.stop(conversation.id);
@@ -208,7 +208,7 @@ async function replaced(before, said) {
     if (conversation === shown) present(conversation);
   };
   $("text").focus();
-  if (said) toast(said, undo);
+  if (text) toast(text, undo);
   await talk.stop(conversation.id);
   begin(() => talk.answer(conversation));
 }

@@ -1,6 +1,6 @@
 // Running answers: at most one per conversation. An answer continues while another conversation is shown.
 
-import { Trouble, answer } from "./api.js";
+import { ApiError, answer } from "./api.js";
 import { loadKey } from "./store.js";
 
 const BASE_TOKENS = 200; // of a base model's text, which rarely ends by itself
@@ -42,28 +42,28 @@ export class Talk {
     const ended = new Promise((resolve) => (end = resolve));
     this.running.set(conversation.id, { message, controller, ended });
     this.changed(conversation, message);
-    const begun = performance.now();
+    const start = performance.now();
     let first = null;
     let pieces = 0;
     let tokens = null;
     try {
-      for await (const news of answer(request, loadKey(), controller.signal)) {
-        if (news.finish) message.finish = news.finish;
-        if (news.tokens) tokens = news.tokens;
-        if (news.leftOut) message.leftOut = news.leftOut;
-        if (news.text === undefined) continue;
+      for await (const update of answer(request, loadKey(), controller.signal)) {
+        if (update.finish) message.finish = update.finish;
+        if (update.tokens) tokens = update.tokens;
+        if (update.leftOut) message.leftOut = update.leftOut;
+        if (update.text === undefined) continue;
         first ??= performance.now();
         pieces += 1;
-        add(message, news.kind, news.text);
+        add(message, update.kind, update.text);
         this.changed(conversation, message);
       }
       message.finish ??= "stop";
     } catch (error) {
       if (controller.signal.aborted) message.finish ??= "stopped";
-      else if (error instanceof Trouble) message.error = { said: error.message, status: error.status };
+      else if (error instanceof ApiError) message.error = { said: error.message, status: error.status };
       else message.error = { said: "The server's response is malformed: try again.", status: 0 };
     }
-    if (first !== null) message.stats = stats(begun, first, tokens, pieces);
+    if (first !== null) message.stats = stats(start, first, tokens, pieces);
     this.running.delete(conversation.id);
     this.ended(conversation, message);
     end();
@@ -77,8 +77,8 @@ export class Talk {
     }
     if (model) request.model = model.id;
     if (model?.kind === "base") {
-      const begun = conversation.messages.findLast(({ role }) => role === "user").content;
-      return { max_tokens: BASE_TOKENS, ...request, prompt: begun + (continued?.content ?? "") };
+      const start = conversation.messages.findLast(({ role }) => role === "user").content;
+      return { max_tokens: BASE_TOKENS, ...request, prompt: start + (continued?.content ?? "") };
     }
     const messages = conversation.messages.filter(({ content, parts }) => content || parts).map(plain);
     if (settings.system.trim()) messages.unshift({ role: "system", content: settings.system });
@@ -99,11 +99,11 @@ function add(message, kind, text) {
 }
 
 /** The server's token count, or the number of pieces if it is unknown. */
-function stats(begun, first, tokens, pieces) {
+function stats(start, first, tokens, pieces) {
   const now = performance.now();
   const count = tokens ?? pieces;
-  const burst = now - first < (first - begun) / 2; // all pieces came at once: their timing says nothing about the speed
-  const seconds = (now - (burst ? begun : first)) / 1000;
+  const burst = now - first < (first - start) / 2; // all pieces came at once: their timing says nothing about the speed
+  const seconds = (now - (burst ? start : first)) / 1000;
   const perSecond = count > 1 && seconds > 0 ? (burst ? count : count - 1) / seconds : null;
-  return { tokens: count, counted: tokens !== null, perSecond, first: (first - begun) / 1000 };
+  return { tokens: count, counted: tokens !== null, perSecond, first: (first - start) / 1000 };
 }
