@@ -1,4 +1,4 @@
-"""How near a kernel must come to float64, for tests with and without a GPU."""
+"""Comparisons of kernels with float64, for tests with and without a GPU."""
 
 import torch
 import torch.nn.functional as F
@@ -18,46 +18,47 @@ def normed(x):
     return F.rms_norm(x, (x.shape[-1],), eps=NORM_EPSILON)
 
 
-def assert_gradients_near(gradients, exact, most):
-    """Of a stream's start, λ and μ. The last two are sums that may all but cancel: then what counts is their reach."""
-    dstart, *numbers = gradients
+def assert_residual_grads_near(gradients, exact, tolerance):
+    """Gradients of x0, λ and μ. The last two are sums that may nearly cancel, so their error is relative to the size of
+    the summands."""
+    dx0, *scalars = gradients
     if exact.x0 is None:
         assert gradients == [None] * 3
         return
-    assert relative_error(dstart, exact.x0.grad) < most
-    reach = exact.x.grad.norm() * exact.x0.norm()
-    for one, other in zip(numbers, exact[3:5], strict=True):
-        assert one.shape == other.shape
-        assert (one - other.grad).abs() < most / 4 * reach
+    assert relative_error(dx0, exact.x0.grad) < tolerance
+    size = exact.x.grad.norm() * exact.x0.norm()
+    for ours, expected in zip(scalars, exact[3:5], strict=True):
+        assert ours.shape == expected.shape
+        assert (ours - expected.grad).abs() < tolerance / 4 * size
 
 
-def assert_values_are_added(norm_heads, draw, copied, shape):
-    """By `norm_heads`, to what its product gave: outputs and gradients, of (batch, time, heads, kv_heads, head_dim)."""
+def assert_adds_value_embeddings(norm_qkv_rope, draw, fp8_weight, shape):
+    """Outputs and gradients of `norm_qkv_rope`, for (batch, time, heads, kv_heads, head_dim)."""
     batch, time, heads, kv_heads, dim = shape
     width, kv_width = heads * dim, kv_heads * dim
     x = draw(batch, time, width, dtype=torch.bfloat16, size=3.0).requires_grad_()
     sizes = (width, kv_width, kv_width)
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     gate_weight, table = draw(kv_heads, 12, seed=5).requires_grad_(), draw(20, kv_width, seed=6)
-    words = torch.randint(20, (batch, time), device=x.device, dtype=torch.int32)
+    token_ids = torch.randint(20, (batch, time), device=x.device, dtype=torch.int32)
     angle = draw(time, dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    sums = torch.zeros_like(table)
-    gated = layers.GatedValues(gate_weight, table, sums, words)
-    given = (ResidualStream(x), copied(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
-    _, *fast, _ = norm_heads(*given, gated)
+    grad_buffer = torch.zeros_like(table)
+    values = layers.GatedValues(gate_weight, table, grad_buffer, token_ids)
+    inputs = (ResidualStream(x), fp8_weight(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
+    _, *fast, _ = norm_qkv_rope(*inputs, values)
     exact = [t.detach().double().requires_grad_() for t in (x, *weights, gate_weight, table)]
     n = normed(exact[0])
-    mixed = F.linear(n, torch.cat(exact[1:4]))
-    q, k, v = rope_norm_reference(mixed, cos.double(), sin.double(), heads, kv_heads, 1.2)
+    qkv = F.linear(n, torch.cat(exact[1:4]))
+    q, k, v = rope_norm_reference(qkv, cos.double(), sin.double(), heads, kv_heads, 1.2)
     gate = 3 * torch.sigmoid(F.linear(n[..., :12], exact[4]))
-    truth = [q, k, embedding_grad.reference.add_gated_rows(v, gate, exact[5][words])]
-    above = [draw(*out.shape, seed=i, size=1e-3 * 3**i) for i, out in enumerate(truth)]
+    truth = [q, k, embedding_grad.reference.add_gated_rows(v, gate, exact[5][token_ids])]
+    douts = [draw(*out.shape, seed=i, size=1e-3 * 3**i) for i, out in enumerate(truth)]
     for outs in (fast, truth):
-        sum((out.double() * weight).sum() for out, weight in zip(outs, above, strict=True)).backward()
-    for one, other in zip(fast, truth, strict=True):
-        assert one.shape == other.shape
-        assert relative_error(one, other) < 0.06
-    learned = [x.grad, *(weight.grad for weight in weights), gate_weight.grad, sums]
-    for one, other in zip(learned, exact, strict=True):
-        assert relative_error(one, other.grad) < 0.12
+        sum((out.double() * weight).sum() for out, weight in zip(outs, douts, strict=True)).backward()
+    for ours, expected in zip(fast, truth, strict=True):
+        assert ours.shape == expected.shape
+        assert relative_error(ours, expected) < 0.06
+    gradients = [x.grad, *(weight.grad for weight in weights), gate_weight.grad, grad_buffer]
+    for ours, expected in zip(gradients, exact, strict=True):
+        assert relative_error(ours, expected.grad) < 0.12
