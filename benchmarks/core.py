@@ -28,7 +28,7 @@ from nanorun.config import scale_model  # noqa: E402
 from nanorun.data.bundle import open_bundle  # noqa: E402
 from nanorun.errors import UserError  # noqa: E402
 from nanorun.evals.core import default_batch_tokens, use_fastest_attention  # noqa: E402
-from nanorun.evals.core_model import OurModel  # noqa: E402
+from nanorun.evals.core_models import NanorunModel  # noqa: E402
 from nanorun.evals.core_prompts import EncodedTask, Encoder, encode_task  # noqa: E402
 from nanorun.evals.core_scoring import correct_examples, score_one_at_a_time, score_tasks  # noqa: E402
 from nanorun.evals.core_tasks import read_tasks  # noqa: E402
@@ -52,7 +52,7 @@ def open_model(name: str | None, depth: int) -> tuple[GPT, Encoder]:
     return model.eval(), tokenizer
 
 
-def batched(model: OurModel, tasks: list[EncodedTask], share: bool, batch_tokens: int) -> dict[str, Any]:
+def batched(model: NanorunModel, tasks: list[EncodedTask], share: bool, batch_tokens: int) -> dict[str, Any]:
     model.shares_prefixes = share
     start = time.perf_counter()
     scores = score_tasks(model, tasks, batch_tokens)
@@ -68,7 +68,7 @@ def batched(model: OurModel, tasks: list[EncodedTask], share: bool, batch_tokens
     return {"way": way, "seconds": seconds, "tokens": read, "padding": padding, "verdicts": judged}
 
 
-def slowly(model: OurModel, tasks: list[EncodedTask], counts: list[int]) -> dict[str, Any]:
+def slowly(model: NanorunModel, tasks: list[EncodedTask], counts: list[int]) -> dict[str, Any]:
     """One example at a time; the time is extrapolated to `counts` examples of each task."""
     total, judged = 0.0, []
     for task, count in zip(tasks, counts, strict=True):
@@ -91,7 +91,7 @@ def slowly(model: OurModel, tasks: list[EncodedTask], counts: list[int]) -> dict
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     gpt, tokenizer = open_model(arguments.model, arguments.depth)
     use_fastest_attention(gpt)
-    model, bundle = OurModel(gpt), open_bundle(arguments.bundle)
+    model, bundle = NanorunModel(gpt), open_bundle(arguments.bundle)
     most, fewer = arguments.max_per_task, arguments.slow_per_task or arguments.max_per_task
     listed = read_tasks(bundle)
     tasks = [encode_task(bundle, task, tokenizer, most)[0] for task in listed]

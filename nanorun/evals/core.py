@@ -6,7 +6,7 @@ CORE is the mean, over 22 tasks that need no chat format, of the centred accurac
     core_tasks.py     the tasks of a bundle, and their prompts as text
     core_prompts.py   prompts as tokens, cached on disk
     core_scoring.py   rows, batches, losses, and which examples are correct, over all ranks
-    core_model.py     our model and Hugging Face's
+    core_models.py    our model and Hugging Face's
 
 Batches mix tasks, so a task's time is that of encoding its prompts plus its share, by tokens, of the scoring time.
 """
@@ -28,7 +28,7 @@ from nanorun import hardware, home
 from nanorun.console import Progress
 from nanorun.data.bundle import Bundle, open_bundle
 from nanorun.errors import UserError
-from nanorun.evals.core_model import OurModel, open_hugging_face
+from nanorun.evals.core_models import NanorunModel, open_hugging_face
 from nanorun.evals.core_prompts import EncodedTask, Encoder, encode_task
 from nanorun.evals.core_scoring import ScoringModel, correct_examples, rank_and_world, score_tasks
 from nanorun.evals.core_tasks import CoreTask, display_name, find_tasks, open_mmlu, read_tasks
@@ -57,7 +57,7 @@ def evaluate_run_core(name: str | None, options: CoreOptions) -> dict[str, Any] 
         selected = select_tasks(open_bundle(options.bundle), options)  # fails before the model is loaded
         loaded = load_model(name)
         use_fastest_attention(loaded.model)
-        model = OurModel(loaded.model)
+        model = NanorunModel(loaded.model)
         result = evaluate(model, loaded.tokenizer, selected, options, loaded.run, loaded.step)
         if rank_and_world()[0]:
             return None

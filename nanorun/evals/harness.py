@@ -18,7 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanorun.evals.core import default_batch_tokens
-from nanorun.evals.core_model import OurModel
+from nanorun.evals.core_models import NanorunModel
 from nanorun.evals.core_prompts import EncodedTask
 from nanorun.evals.core_scoring import score_tasks
 from nanorun.infer.engine import Engine, Request, Sampling
@@ -47,7 +47,7 @@ class NanorunLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         else:
             loaded = load_model(model)
             self.gpt, self.text = loaded.model, loaded.tokenizer
-        self.scorer = OurModel(self.gpt)
+        self.scorer = NanorunModel(self.gpt)
         self.batch_tokens = int(batch_tokens or default_batch_tokens(self.scorer.device))
 
     @property

@@ -213,10 +213,8 @@ def _next_logits(model: GPT, rows: Sequence[Sequence[int]]) -> Tensor:
     """fp32 logits (B, vocabulary) after the last token of each row. Attention is causal: it never sees padding."""
     device = model.embed.weight.device
     ends = torch.tensor([len(row) - 1 for row in rows], device=device)
-    hidden = model.hidden(pad_rows(rows).to(device))[torch.arange(len(rows), device=device), ends]
-    z = model.head(hidden)[:, : model.config.vocab_size].float()
-    cap = model.config.softcap
-    return cap * torch.tanh(z / cap) if cap else z
+    hidden = model.hidden(pad_rows(rows).to(device))
+    return model.logits_of(hidden[torch.arange(len(rows), device=device), ends])
 
 
 def _answer_logprobs(

@@ -32,7 +32,7 @@ from nanorun.cli import main
 from nanorun.data.bundle import open_bundle
 from nanorun.errors import UserError
 from nanorun.evals.core import GPT2_CORE, CoreOptions, evaluate, select_tasks
-from nanorun.evals.core_model import OurModel
+from nanorun.evals.core_models import NanorunModel
 from nanorun.evals.core_prompts import EncodedTask, encode_examples, encode_task
 from nanorun.evals.core_scoring import (
     correct_examples,
@@ -175,7 +175,7 @@ def test_an_oracle_gets_everything_right(shots):
 
 
 def test_a_random_model_scores_within_noise_of_chance():
-    model = OurModel(grown_model(TOKENIZER.vocab_size, depth=1, dim=32, context=96))
+    model = NanorunModel(grown_model(TOKENIZER.vocab_size, depth=1, dim=32, context=96))
     for kind, chance in (("multiple_choice", 0.25), ("schema", 0.5), ("language_modeling", 0.0)):
         encoded = encode_examples(task(kind), questions(kind, 300), 300, TOKENIZER)
         accuracy = all_right(encoded, model, 2048).mean()
@@ -213,7 +213,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("context", [160, 1024])
 def test_every_verdict_is_the_same_one_at_a_time_and_batched(mixed, shape, context):
-    model = OurModel(grown_model(TOKENIZER.vocab_size, context=context, **SHAPES[shape]))
+    model = NanorunModel(grown_model(TOKENIZER.vocab_size, context=context, **SHAPES[shape]))
     slow = [score_one_at_a_time(model.all_logits, task, context, CPU) for task in mixed]
     assert 0.2 < np.concatenate(slow).mean() < 0.6
     for model.shares_prefixes, batch_tokens in ((True, 1), (True, 3000), (True, 100_000), (False, 3000)):
@@ -226,7 +226,7 @@ def test_every_verdict_is_the_same_one_at_a_time_and_batched(mixed, shape, conte
 
 
 def test_shared_trunks_change_no_loss(mixed):
-    model = OurModel(grown_model(TOKENIZER.vocab_size))
+    model = NanorunModel(grown_model(TOKENIZER.vocab_size))
     shared = score_tasks(model, mixed, 3000)
     model.shares_prefixes = False
     apart = score_tasks(model, mixed, 3000)
@@ -261,7 +261,7 @@ def test_letters_as_answers_are_one_row_for_all_choices():
 def test_core_is_the_mean_of_centred_accuracies_and_every_task_tells_its_own(home, tmp_path):
     bundle = open_bundle(small_bundle(tmp_path / "bundle"))
     options = CoreOptions(max_per_task=8, batch_tokens=1000)
-    model = OurModel(grown_model(TOKENIZER.vocab_size))
+    model = NanorunModel(grown_model(TOKENIZER.vocab_size))
     result = evaluate(model, TOKENIZER, select_tasks(bundle, options), options, "mine")
     assert list(result["tasks"]) == ["choose", "choose_blind", "who", "next"]
     for label, each in result["tasks"].items():
@@ -286,7 +286,7 @@ def test_core_is_the_mean_of_centred_accuracies_and_every_task_tells_its_own(hom
 def test_the_chart_shows_tasks_and_gpt2_beside_the_model(home, tmp_path):
     pytest.importorskip("matplotlib")
     bundle = open_bundle(small_bundle(tmp_path / "bundle"))
-    model = OurModel(grown_model(TOKENIZER.vocab_size))
+    model = NanorunModel(grown_model(TOKENIZER.vocab_size))
     for options, whole in ((CoreOptions(max_per_task=4), True), (CoreOptions(tasks=["who"]), False)):
         result = evaluate(model, TOKENIZER, select_tasks(bundle, options), options, "my model")
         drawn = plot_core(result, tmp_path / "new" / "core.svg").read_text()
@@ -305,11 +305,11 @@ TWO_RANKS = """
     from pathlib import Path
     from nanorun.data.bundle import open_bundle
     from nanorun.evals.core import CoreOptions, select_tasks, evaluate, process_group
-    from nanorun.evals.core_model import OurModel
+    from nanorun.evals.core_models import NanorunModel
     from nanorun.evals.core_scoring import rank_and_world
     with process_group():
         options = CoreOptions(batch_tokens=300)
-        model = OurModel(grown_model(byte_tokenizer().vocab_size))
+        model = NanorunModel(grown_model(byte_tokenizer().vocab_size))
         chosen = select_tasks(open_bundle(Path(sys.argv[1])), options)
         result = evaluate(model, byte_tokenizer(), chosen, options, "mine")
         accuracies = {label: each["accuracy"] for label, each in result["tasks"].items()}
@@ -376,7 +376,7 @@ def test_all_tasks_of_the_real_bundle_load(core_archive):
 def test_the_real_bundle_is_evaluated_quickly_and_as_one_at_a_time(home, core_archive, shared_data):
     bundle = open_bundle(core_archive)
     tokenizer = public_tokenizer("gpt2", shared_data / "gpt2.tiktoken")
-    model = OurModel(grown_model(tokenizer.vocab_size, depth=1, dim=32, context=512))
+    model = NanorunModel(grown_model(tokenizer.vocab_size, depth=1, dim=32, context=512))
     options = CoreOptions(max_per_task=3)
     began = time.monotonic()
     result = evaluate(model, tokenizer, select_tasks(bundle, options), options, "random")

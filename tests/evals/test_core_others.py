@@ -12,7 +12,7 @@ import torch
 from core_worlds import CPU, byte_tokenizer, grown_model, questions, small_bundle, task
 
 from nanorun.errors import UserError
-from nanorun.evals.core_model import open_hugging_face
+from nanorun.evals.core_models import open_hugging_face
 from nanorun.evals.core_prompts import encode_examples
 from nanorun.evals.core_scoring import correct_examples, score_one_at_a_time, score_tasks
 

@@ -1,12 +1,12 @@
-"""What scoring needs of a model: logits at the places that are asked for. Ours, and Hugging Face's.
+"""The models that CORE scores: ours, and Hugging Face's. Both return logits at the scored positions only.
 
-Our model reads a trunk once for all its branches. The trunk attends as always. Branches attend to their
-trunk and to themselves, under an explicit mask: they are short, so that costs little. Everything else in the
-model knows only a token, the one before it and its position, so it runs over trunks and branches alike. The
-trunk is that of model/gpt.py, on a frozen copy of the model (infer/frozen.py).
+Our model reads a prefix once for all its branches. The prefix uses the usual attention. Branches attend to their
+prefix and to themselves, with an explicit mask: they are short, so that costs little. Everything else in the model
+depends only on a token, the previous token and the position, so prefix and branches run through the trunk of
+model/gpt.py together, on a frozen copy of the model (infer/frozen.py).
 
-The head is applied to the wanted places only. A model of Hugging Face's has its own forward pass; a hook picks
-the wanted states out of what its head is given, so whatever it does to the logits afterwards still happens.
+A Hugging Face model has its own forward pass; a hook selects the scored positions from the input of its head, so
+that whatever the model does to its logits afterwards still applies.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from nanorun.model.attention import attend, disable_cudnn_sdpa
 from nanorun.model.gpt import GPT
 
 
-class OurModel:
+class NanorunModel:
     shares_prefixes = True
 
     def __init__(self, model: GPT) -> None:
@@ -41,22 +41,22 @@ class OurModel:
         tokens, previous, positions, branch = _to_device(
             np.stack([batch.tokens, batch.previous, batch.positions, batch.branch]), self.device
         )
-        rows, trunk = tokens.size(0), batch.prefix
+        rows, prefix = tokens.size(0), batch.prefix
         masks: dict[int, Tensor] = {}
 
-        def look(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_prefix_and_branches(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.unflatten(0, (rows, -1)) for x in (q, k, v))  # (B, T, heads, D)
-            backend, window = self.model.batch_attention.backends[i], self.model.config.window(i)
-            before = [x[:, :trunk] for x in (q, k, v)]
-            mixed = attend(before[0], before[1], before[2], min(window, trunk), backend)
-            if q.size(1) > trunk:
+            backend, window = self.model.batch_attention.backends[layer], self.model.config.window(layer)
+            out = attend(q[:, :prefix], k[:, :prefix], v[:, :prefix], min(window, prefix), backend)
+            if q.size(1) > prefix:
                 if window not in masks:
-                    masks[window] = seen_by_branches(positions, branch, trunk, window)
-                after = _attend_masked(q[:, trunk:], k, v, masks[window])
-                mixed = torch.cat([mixed, after], 1)
-            return mixed.flatten(0, 1)
+                    masks[window] = branch_mask(positions, branch, prefix, window)
+                out = torch.cat([out, _attend_masked(q[:, prefix:], k, v, masks[window])], 1)
+            return out.flatten(0, 1)
 
-        x = self.frozen.hidden_at(tokens.flatten(), previous.flatten(), positions.flatten(), look)
+        x = self.frozen.hidden_at(
+            tokens.flatten(), previous.flatten(), positions.flatten(), attend_prefix_and_branches
+        )
         return self.frozen.logits_of(x[_to_device(batch.logit_positions, self.device)])
 
     @torch.no_grad()
@@ -64,12 +64,12 @@ class OurModel:
         return self.model.logits(tokens)
 
 
-def seen_by_branches(positions: Tensor, branch: Tensor, trunk: int, window: int) -> Tensor:
-    """(B, 1, queries behind the trunk, keys): the trunk's and their own branch's tokens before them."""
-    at_query, at_key = positions[:, trunk:, None], positions[:, None, :]
-    of_query, of_key = branch[:, trunk:, None], branch[:, None, :]
-    near = (at_key <= at_query) & (at_key > at_query - window)
-    return (near & ((of_key == 0) | (of_key == of_query)))[:, None]
+def branch_mask(positions: Tensor, branch: Tensor, prefix: int, window: int) -> Tensor:
+    """(B, 1, queries after the prefix, keys): the earlier tokens of the prefix and of the query's own branch."""
+    query_at, key_at = positions[:, prefix:, None], positions[:, None, :]
+    query_branch, key_branch = branch[:, prefix:, None], branch[:, None, :]
+    in_window = (key_at <= query_at) & (key_at > query_at - window)
+    return (in_window & ((key_branch == 0) | (key_branch == query_branch)))[:, None]
 
 
 def _attend_masked(q_bthd: Tensor, k_bskd: Tensor, v_bskd: Tensor, mask: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 class HuggingFaceModel:
-    """A causal model as `transformers` stores it: a folder with its weights and its tokenizer."""
+    """A causal model of `transformers`."""
 
     shares_prefixes = False
 
@@ -94,12 +94,12 @@ class HuggingFaceModel:
 
     @torch.no_grad()
     def logits(self, batch: ScoringBatch) -> Tensor:
-        at = _to_device(batch.logit_positions, self.device)
+        positions = _to_device(batch.logit_positions, self.device)
 
-        def pick(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return given[0].flatten(0, 1)[at][None], *given[1:]
+        def select(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return inputs[0].flatten(0, 1)[positions][None], *inputs[1:]
 
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
             tokens = _to_device(batch.tokens, self.device)
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
@@ -127,7 +127,7 @@ class HuggingFaceTokenizer:
 
 
 def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[ScoringModel, Encoder]:
-    """The model and the tokenizer of a folder. Nothing is downloaded, and no code from the folder is run."""
+    """The model and the tokenizer of a folder. Downloads nothing and runs no code from the folder."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
@@ -135,7 +135,7 @@ def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) ->
             "--hf needs transformers, which is not installed: pip install transformers"
         ) from error
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json: --hf names a folder that transformers has saved.")
+        raise UserError(f"{folder} has no config.json: --hf names a folder saved by transformers.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
@@ -145,9 +145,9 @@ def open_hugging_face(folder: Path, device: torch.device, dtype: torch.dtype) ->
             f"transformers cannot open {folder} ({reason}): give a causal model's folder."
         ) from error
     disable_cudnn_sdpa()
-    known = (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id)
-    bos = next((token for token in known if token is not None), None)
+    candidates = (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id)
+    bos = next((token for token in candidates if token is not None), None)
     if bos is None:
-        raise UserError(f"The tokenizer in {folder} has no token to begin a text with: give it a bos_token.")
+        raise UserError(f"The tokenizer in {folder} has no token to start a text with: set its bos_token.")
     context = getattr(model.config, "max_position_embeddings", None) or 2048
     return HuggingFaceModel(model.to(device).eval(), int(context)), HuggingFaceTokenizer(tokenizer, int(bos))
