@@ -114,12 +114,13 @@ def _receive(url: str, part: Path, bar: Progress) -> None:
 # Requests
 
 
-def retry(request: Callable[[], Result], source: str) -> Result:
-    """Calls `request` up to ATTEMPTS times. Its last failure, or one that will not pass, is a UserError."""
+def retry(request: Callable[[], Result], source: str, attempts: int | None = None) -> Result:
+    """Calls `request` up to `attempts` times. Its last failure, or one that will not pass, is a UserError."""
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # its warnings about retries would break the progress bar
-    for attempt in range(1, ATTEMPTS + 1):
+    attempts = attempts or ATTEMPTS
+    for attempt in range(1, attempts + 1):
         try:
             return request()
         except (UserError, DownloadStopped):
@@ -128,9 +129,9 @@ def retry(request: Callable[[], Result], source: str) -> Result:
             reason, is_transient = _explain(error)
             if not is_transient:
                 raise UserError(f"{source}: {reason}.") from error
-            if attempt == ATTEMPTS:
+            if attempt == attempts:
                 raise UserError(
-                    f"Could not download {source}: {reason} (attempt {attempt} of {ATTEMPTS}). Check the network, "
+                    f"Could not download {source}: {reason} (attempt {attempt} of {attempts}). Check the network, "
                     "and HF_ENDPOINT if you set it, then run the same command again."
                 ) from error
             # Jitter keeps many clients from coming back at the same moment.

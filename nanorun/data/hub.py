@@ -162,7 +162,8 @@ def list_files(corpus: Corpus, paths: list[str]) -> "list[RepoFile]":
                 raise ValueError("a file without a size")
             return {file.path: file for file in files}
 
-        found |= retry(request, f"{endpoint()}/datasets/{corpus.repo}")
+        # Few attempts: without a network, the error should come soon.
+        found |= retry(request, f"{endpoint()}/datasets/{corpus.repo}", attempts=3)
     for path in paths:
         if path not in found:
             raise UserError(
