@@ -93,7 +93,7 @@ def test_a_speedrun_killed_during_sft_resumes_there(raced):
     home, again = raced
     assert "3/6 the base model is trained already" in again.stderr
     assert "4/6 midtraining is done already" in again.stderr
-    assert "going on with 'sample-sft' from step" in again.stderr
+    assert "resuming 'sample-sft' from step" in again.stderr
     for run in ("sample-base", "sample-mid", "sample-sft", "sample-rl"):
         assert steps_of(home, run) == list(range(1, 7))
 

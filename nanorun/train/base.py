@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -132,9 +132,7 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
             run.rewind_metrics(0)  # what a session logged that was killed before its first checkpoint
-        if found is not None and found.step >= config.train.steps and (run.folder / "summary.json").is_file():
-            say(f"run '{name}' is finished already, at step {found.step}")
-            summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+        if (summary := finished_summary(run, found, config.train.steps)) is not None:
             return summary
         made = made or make_plan(config, options)
         planned = display.plan_record(made)
@@ -148,6 +146,16 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
         return finish(training, options, planned)
+
+
+def finished_summary(run: Run, found: checkpoint.Checkpoint | None, steps: int) -> dict[str, Any] | None:
+    """The summary of a run that has already finished with at least so many steps; else None."""
+    path = run.folder / "summary.json"
+    if found is None or found.step < steps or not path.is_file():
+        return None
+    say(f"run '{run.name}' is already finished, at step {found.step}")
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
 
 
 def make_plan(config: Config, options: BaseOptions) -> estimate.TrainingPlan:
@@ -304,8 +312,6 @@ def assemble(
     )
     if found is not None:
         loop.restore(training, found)
-        run.rewind_metrics(found.step)
-        say(f"going on with '{run.name}' from step {found.step} of {config.train.steps}")
     elif parent is not None:
         loop.load_weights(training, parent.checkpoint, with_optimizer=parent.warm)
     return training
@@ -361,34 +367,41 @@ def finish(t: loop.Training, options: BaseOptions, planned: dict[str, Any]) -> d
     return summary
 
 
+def common_summary(t: loop.Training, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The final figures of every stage, from the records of its steps."""
+    return {
+        "name": t.run.name,
+        "kind": t.config.kind,
+        "depth": t.config.model.depth,
+        "steps": t.step,
+        "tokens": t.tokens,
+        "seconds": round(t.seconds, 1),
+        "peak_gib": steps[-1]["memory_gib"],
+        "skipped_steps": sum(bool(r["skipped"]) for r in steps),
+        "device": hardware.detect().name,
+        "torch": torch.__version__,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
 def summarize(t: loop.Training) -> dict[str, Any]:
-    """The final figures of any stage that trains through the loop."""
+    """The final figures of a stage that trains on text: base and SFT."""
     records = list(read_metrics(t.run.folder))
     steps = [r for r in records if r["kind"] == "step"]
     last_eval = next(r for r in reversed(records) if r["kind"] == "eval")
     speeds = sorted(r["tokens_per_s"] for r in steps[min(10, len(steps) // 2) :])
     model = t.config.model
     return {
-        "name": t.run.name,
-        "kind": t.config.kind,
-        "depth": model.depth,
+        **common_summary(t, steps),
         "scaling_parameters": model.scaling_parameters,
         "total_parameters": model.total_parameters,
-        "steps": t.step,
-        "tokens": t.tokens,
         "val_bpb": last_eval["val_bpb"],
         "val_loss": last_eval["val_loss"],
         "train_loss": steps[-1]["loss"],
-        "seconds": round(t.seconds, 1),
         "tokens_per_s": speeds[len(speeds) // 2],
         "mfu": steps[-1]["mfu"],
-        "peak_gib": steps[-1]["memory_gib"],
         "fp8": t.recipe.fp8,
         "products": "quack" if t.recipe.uses_quack else "torch",
-        "skipped_steps": sum(bool(r["skipped"]) for r in steps),
-        "device": hardware.detect().name,
-        "torch": torch.__version__,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 

@@ -314,6 +314,8 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     t.guard.load_state_dict(found.state["guard"])
     t.scale.load_state_dict(found.state["scale"])
     warn_about_numerics(t, found.state)
+    t.run.rewind_metrics(found.step)
+    say(f"resuming '{t.run.name}' from step {found.step} of {t.config.train.steps}")
 
 
 def numerics(t: Training) -> dict[str, str]:

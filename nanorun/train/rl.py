@@ -11,7 +11,6 @@ token): about 1e-6 in fp32, about 1e-2 in bf16.
 """
 
 import functools
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from nanorun.optim.schedules import scheduled_hyperparameters
 from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import loop
-from nanorun.train.base import Interrupted, make_deterministic
+from nanorun.train.base import Interrupted, common_summary, finished_summary, make_deterministic
 from nanorun.train.guard import LossScaler, StepVerdict, ThroughputMonitor, TrainingGuard
 from nanorun.train.policy import Rollout, micro_batches, policy_loss, token_logprobs
 from nanorun.train.rl_config import OpenTask, RLConfig, configure
@@ -76,11 +75,8 @@ def train_rl(
                     f"'{rl.parent}' is a base model, not trained to answer: few replies will get a reward. "
                     f"Run nanorun train sft --from {rl.parent} first."
                 )
-        summary = run.folder / "summary.json"
-        if found is not None and found.step >= config.train.steps and summary.is_file():
-            say(f"run '{name}' is already finished, at step {found.step}")
-            finished: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
-            return finished
+        if (summary := finished_summary(run, found, config.train.steps)) is not None:
+            return summary
         training, reference = assemble(config, rl, run, options, found, tasks)
         with training.loader:
             if found is None:
@@ -139,8 +135,6 @@ def assemble(
     )
     if found is not None:
         loop.restore(training, found)
-        run.rewind_metrics(found.step)
-        say(f"going on with '{run.name}' from step {found.step} of {config.train.steps}")
     return training, reference
 
 
@@ -270,15 +264,10 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
     before = before if first_eval["step"] == 0 else {}
     tenth = max(len(steps) // 10, 1)
     summary: dict[str, Any] = {
-        "name": t.run.name,
-        "kind": "rl",
+        **common_summary(t, steps),
         "parent": rl.parent,
         "parent_step": rl.parent_step,
         "tasks": list(rl.tasks),
-        "depth": t.config.model.depth,
-        "steps": t.step,
-        "tokens": t.tokens,
-        "seconds": round(t.seconds, 1),
         "first_reward": sum(record["reward"] for record in steps[:tenth]) / tenth,
         "last_reward": sum(record["reward"] for record in steps[-tenth:]) / tenth,
         "eval_problems": len(source.held_out),
@@ -288,11 +277,6 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
         **last.figures(),
         "rollout_tokens_per_s": statistics.median_high(r["rollout_tokens_per_s"] for r in steps),
         "train_tokens_per_s": statistics.median_high(r["train_tokens_per_s"] for r in steps),
-        "peak_gib": steps[-1]["memory_gib"],
-        "skipped_steps": sum(bool(record["skipped"]) for record in steps),
-        "device": hardware.detect().name,
-        "torch": torch.__version__,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "samples": last.examples,
     }
     t.run.write_summary(summary)

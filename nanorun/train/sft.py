@@ -9,7 +9,6 @@
 Midtraining is the same with another mixture (`--mixture mid`).
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -105,10 +104,8 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
             run.rewind_metrics(
                 0
             )  # a session that was killed before its first checkpoint may have logged steps
-        elif (run.folder / "summary.json").is_file():
-            say(f"run '{name}' is already finished, at step {found.step}")
-            summary: dict[str, Any] = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
-            return summary
+        if (summary := base.finished_summary(run, found, steps=0)) is not None:
+            return summary  # with any number of steps: epochs may end early, after a rollback
         start = Parent(newest_checkpoint(parent), sft.warm) if found is None else None
         if start is not None and options.recipe is None:
             # So little text needs no FP8.
