@@ -19,8 +19,8 @@ from small_tasks import HERE, Echo, Spell, Sum, furnish, half_taught, open_task
 
 from nanorun import checkpoint
 from nanorun.errors import UserError
-from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
+from nanorun.optim.optimizer import Optimizer
 from nanorun.runs import Run, read_config, read_metrics
 from nanorun.train import rl
 from nanorun.train.policy import micro_batches, token_logprobs
@@ -344,29 +344,29 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeyp
     learn("roomy", options=rl.RLOptions(fresh=True, device_batch=3))
     original = rl.token_logprobs
 
-    events, renew = [], GPT.renew
+    events, zero_grad = [], Optimizer.zero_grad
 
     def small(model, batch, temperature):
         if batch.tokens.size(0) > 3:
             events.append("out of memory")
             raise torch.OutOfMemoryError("out of memory")
-        events.append("learns")
+        events.append("forward")
         return original(model, batch, temperature)
 
     monkeypatch.setattr(rl, "token_logprobs", small)
 
-    def watched_renew(model):
-        events.append("renews")
-        return renew(model)
+    def watched_zero_grad(optimizer, **options):
+        events.append("zero_grad")
+        zero_grad(optimizer, **options)
 
-    monkeypatch.setattr(GPT, "renew", watched_renew)
+    monkeypatch.setattr(Optimizer, "zero_grad", watched_zero_grad)
     learn("narrow", options=rl.RLOptions(fresh=True, device_batch=24))
     assert "continuing with 3" in capsys.readouterr().err
     one, other = weights_of(world, "roomy"), weights_of(world, "narrow")
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert found_state(world, "narrow")["rows"] == 3
     behind = [then for event, then in itertools.pairwise(events) if event == "out of memory"]
-    assert set(behind) == {"renews"}, "gradients that are summed in place begin anew"
+    assert set(behind) == {"zero_grad"}, "gradients of the failed attempt are dropped"
     monkeypatch.setattr(rl, "token_logprobs", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
     with pytest.raises(UserError, match="one reply at a time"):
         learn("hopeless")
