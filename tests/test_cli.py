@@ -299,7 +299,7 @@ def test_without_a_command_the_help_is_shown(home):
         (["data", "add"], "Missing argument"),
         (["data", "add", "nowhere.txt"], "There is no file nowhere.txt"),
         (["data", "add", "LICENSE", "--nope"], "No such option"),
-        (["data", "add", "LICENSE"], "Cannot tell"),
+        (["data", "add", "LICENSE"], "has no supported suffix"),
         (["data", "get", "everything"], "There is no corpus 'everything'"),
         (["data", "get", "sample", "--size", "huge"], "is not a size"),
         (["data", "get", "climbmix", "--shards", "0"], "--shards"),

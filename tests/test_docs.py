@@ -42,7 +42,8 @@ def test_a_kept_result_says_when_where_and_how_it_was_measured(path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_lead_to_files_that_exist(page):
-    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)\)", prose):
         if "://" not in target:
             assert (page.parent / target).exists(), target
 
