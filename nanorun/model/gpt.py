@@ -86,22 +86,20 @@ class Attention(nn.Module):
     ) -> Tensor:
         """`values` are the rows of this layer's value embedding, (..., K·D)."""
         config = self.config
-        q, k, v = (heads.unflatten(-1, (-1, config.head_dim)) for heads in self.project(x))
-        q, k = norm(rotate(q, rope)) * config.qk_gain, norm(rotate(k, rope)) * config.qk_gain
+        heads = self.project(x).unflatten(-1, (-1, config.head_dim))  # (..., H + 2K, D)
+        qk_heads = config.heads + config.kv_heads
+        qk = norm(rotate(heads[..., :qk_heads, :], rope)) * config.qk_gain
+        q, k, v = qk[..., : config.heads, :], qk[..., config.heads :, :], heads[..., qk_heads:, :]
         if values is not None and self.value_gate is not None:
             gate = 3 * torch.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
             v = v + gate.unsqueeze(-1) * values.to(v.dtype).view(v.shape)
         return cast(Tensor, self.out(attend(q, k, v).flatten(-2)))
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values by one matmul instead of three."""
         if self.joined is not None:
-            qkv = self.joined(x)
-        else:
-            qkv = F.linear(x, torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype))
-        return cast(Tensor, qkv).split(
-            [self.q.out_features, self.k.out_features, self.v.out_features], dim=-1
-        )
+            return cast(Tensor, self.joined(x))
+        return F.linear(x, torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype))
 
 
 class MLP(nn.Module):
