@@ -132,48 +132,50 @@ class _NormMLP(torch.autograd.Function):
         up_weight: Tensor,
         down_weight: Tensor,
         up: Tensor,
-        up_columns: Tensor,
-        up_unit: Tensor,
-        up_longest: Tensor,
+        up_t: Tensor,
+        up_scale: Tensor,
+        up_max_norms: Tensor,
         down: Tensor,
-        down_columns: Tensor,
-        down_unit: Tensor,
-        down_longest: Tensor,
+        down_t: Tensor,
+        down_scale: Tensor,
+        down_max_norms: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        s, n, nt, n_unit, inverse = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
+        s, n, n_t, n_scale, inv_rms = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
         ctx.fused_relu2, ctx.pingpong = fused_relu2, pingpong
         if fused_relu2:
-            h, h_unit = gemm.gemm_fp8_relu2(n, up, n_unit, up_unit, up_longest, x.shape[1])
-            kept = h
+            h, h_scale = gemm.gemm_fp8_relu2(n, up, n_scale, up_scale, up_max_norms, x.shape[1])
+            saved_h = h
         else:
-            u = gemm.gemm_fp8(n, up, n_unit, up_unit, x.dtype, pingpong)
-            h, kept, h_unit = relu2.quantize(u, up_longest, x.shape[1])
+            u = gemm.gemm_fp8(n, up, n_scale, up_scale, x.dtype, pingpong)
+            h, saved_h, h_scale = relu2.quantize(u, up_max_norms, x.shape[1])
         ctx.save_for_backward(
-            *(s, inverse, x0, lambda_, mu),
-            *(nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest),
+            *(s, inv_rms, x0, lambda_, mu),
+            *(n_t, n_scale, saved_h, h_scale, up_t, up_scale, down_t, down_scale, down_max_norms),
         )
         if fused_residual:
-            y = gemm.gemm_fp8_residual(h, down, h_unit, down_unit, s, next_x0, next_lambda, next_mu)
+            y = gemm.gemm_fp8_residual(h, down, h_scale, down_scale, s, next_x0, next_lambda, next_mu)
         else:
-            y = gemm.gemm_fp8(h, down, h_unit, down_unit, x.dtype, pingpong)
+            y = gemm.gemm_fp8(h, down, h_scale, down_scale, x.dtype, pingpong)
         return residual_output(ctx, s), y
 
     @staticmethod
     def backward(ctx: Any, ds: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
-        s, inverse, x0, lambda_, mu, *rest = ctx.saved_tensors
-        nt, n_unit, kept, h_unit, up_columns, up_unit, down_columns, down_unit, down_longest = rest
+        s, inv_rms, x0, lambda_, mu, *rest = ctx.saved_tensors
+        n_t, n_scale, saved_h, h_scale, up_t, up_scale, down_t, down_scale, down_max_norms = rest
         dy = dy.contiguous()
-        largest = fp8.amax_and_row_norm(dy)
-        g, gt, g_unit = fp8.quantize(dy, largest, 0.0, fp8.E5M2)
-        dh = gemm.gemm_fp8(g, down_columns, g_unit, down_unit, s.dtype, ctx.pingpong)
+        amax = fp8.amax_and_row_norm(dy)
+        g, g_t, g_scale = fp8.quantize(dy, amax, 0.0, fp8.E5M2)
+        dh = gemm.gemm_fp8(g, down_t, g_scale, down_scale, s.dtype, ctx.pingpong)
         if ctx.fused_relu2:
-            du, dut, du_unit, ht = relu2.backward_with_transpose(dh, kept, h_unit, largest, down_longest)
+            du, du_t, du_scale, h_t = relu2.backward_with_transpose(
+                dh, saved_h, h_scale, amax, down_max_norms
+            )
         else:
-            ht = kept
-            du, dut, du_unit = relu2.backward(dh, ht, h_unit, largest, down_longest)
-        pairs = [gt, dut], [ht, nt], [g_unit, du_unit], [h_unit, n_unit]
-        dn, ddown, dup = gemm.gemm_fp8_grads(du, up_columns, du_unit, up_unit, s.dtype, ctx.pingpong, *pairs)
-        before = stream_gradients(ctx, dn, s, inverse, ds, None, x0, lambda_, mu)
+            h_t = saved_h
+            du, du_t, du_scale = relu2.backward(dh, h_t, h_scale, amax, down_max_norms)
+        pairs = [g_t, du_t], [h_t, n_t], [g_scale, du_scale], [h_scale, n_scale]
+        dn, ddown, dup = gemm.gemm_fp8_grads(du, up_t, du_scale, up_scale, s.dtype, ctx.pingpong, *pairs)
+        before = stream_gradients(ctx, dn, s, inv_rms, ds, None, x0, lambda_, mu)
         return *[None] * 6, *before, dup, ddown, *[None] * 8
 
 
@@ -228,33 +230,33 @@ class _NormQkvRope(torch.autograd.Function):
         lambda_: Tensor | None,
         mu: Tensor | None,
         value: Tensor | None,
-        rows: Tensor,
-        columns: Tensor,
-        unit: Tensor,
+        w: Tensor,
+        w_t: Tensor,
+        w_scale: Tensor,
         cos: Tensor,
         sin: Tensor,
-        kept: int,
+        gate_channels: int,
         heads: int,
         kv_heads: int,
         gain: float,
         pingpong: bool,
         gate_weight: Tensor | None,
         table: Tensor | None,
-        sums: Tensor | None,
-        words: Tensor | None,
+        table_grad: Tensor | None,
+        token_ids: Tensor | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        s, n, nt, n_unit, inverse = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
-        first, gate = first_channels(s, inverse, kept), None
+        s, n, n_t, n_scale, inv_rms = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
+        first, gate = gate_inputs(s, inv_rms, gate_channels), None
         if gate_weight is not None:
             gate = 3 * torch.sigmoid(F.linear(first, gate_weight.to(first.dtype)))
-        qkv, inverses, steepest = rope_norm.gemm_rope_norm(
-            n, rows, n_unit, unit, x.dtype, pingpong, cos, sin, gate, table, words, heads, kv_heads, gain
+        qkv, head_inv_rms, max_inv_rms = rope_norm.gemm_rope_norm(
+            n, w, n_scale, w_scale, x.dtype, pingpong, cos, sin, gate, table, token_ids, heads, kv_heads, gain
         )
         ctx.save_for_backward(
-            *(s, inverse, x0, lambda_, mu),
-            *(nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest),
-            *(gate, gate_weight, table, sums, words),
+            *(s, inv_rms, x0, lambda_, mu),
+            *(n_t, n_scale, w_t, w_scale, qkv, head_inv_rms, cos, sin, max_inv_rms),
+            *(gate, gate_weight, table, table_grad, token_ids),
         )
         ctx.heads, ctx.kv_heads, ctx.gain, ctx.pingpong = heads, kv_heads, gain, pingpong
         ctx.outputs = [weight.shape[0] for weight in weights]
@@ -263,27 +265,27 @@ class _NormQkvRope(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dfirst: Tensor
+        ctx: Any, ds: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dgate_in: Tensor
     ) -> tuple[Tensor | None, ...]:
-        s, inverse, x0, lambda_, mu, *rest = ctx.saved_tensors
-        nt, n_unit, columns, unit, qkv, inverses, cos, sin, steepest, *values = rest
-        gate, gate_weight, table, sums, words = values
+        s, inv_rms, x0, lambda_, mu, *rest = ctx.saved_tensors
+        n_t, n_scale, w_t, w_scale, qkv, head_inv_rms, cos, sin, max_inv_rms, *values = rest
+        gate, gate_weight, table, table_grad, token_ids = values
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         dgate_weight: Tensor | None = None
         if gate is not None:
-            dgate = embedding_grad.gated_embedding_backward(sums, gradients[2], gate, table, words)
+            dgate = embedding_grad.gated_embedding_backward(table_grad, gradients[2], gate, table, token_ids)
             wide = gate.float()
             inner = (dgate.float() * wide * (1 - wide / 3)).to(s.dtype)  # through the sigmoid
-            kept = gate_weight.shape[1]
-            dgate_weight = (inner.t() @ first_channels(s, inverse, kept)).float()
-            dfirst = dfirst + inner @ gate_weight.to(s.dtype)
-        g, gt, g_unit = rope_norm.backward_fp8(
-            qkv, inverses, cos, sin, *gradients, steepest, ctx.heads, ctx.kv_heads, ctx.gain
+            gate_channels = gate_weight.shape[1]
+            dgate_weight = (inner.t() @ gate_inputs(s, inv_rms, gate_channels)).float()
+            dgate_in = dgate_in + inner @ gate_weight.to(s.dtype)
+        g, g_t, g_scale = rope_norm.backward_fp8(
+            qkv, head_inv_rms, cos, sin, *gradients, max_inv_rms, ctx.heads, ctx.kv_heads, ctx.gain
         )
         dn, dweight = gemm.gemm_fp8_grads(
-            g, columns, g_unit, unit, s.dtype, ctx.pingpong, [gt], [nt], [g_unit], [n_unit]
+            g, w_t, g_scale, w_scale, s.dtype, ctx.pingpong, [g_t], [n_t], [g_scale], [n_scale]
         )
-        before = stream_gradients(ctx, dn, s, inverse, ds, dfirst, x0, lambda_, mu)
+        before = stream_gradients(ctx, dn, s, inv_rms, ds, dgate_in, x0, lambda_, mu)
         return *before, *[None] * 10, dgate_weight, *[None] * 3, *dweight.split(ctx.outputs)
 
 
@@ -313,20 +315,20 @@ def residual_output(ctx: Any, s: Tensor) -> Tensor:
 def stream_gradients(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
     """Gradients of what `materialize_and_norm` took, from what `residual_norm.input_grads` takes."""
     if not ctx.is_deferred:
-        dn, s, inverse, _, dfirst, *_ = inputs
-        return norm_backward(dn.float(), s, inverse, dfirst), *[None] * 5
+        dn, s, inv_rms, _, dgate_in, *_ = inputs
+        return norm_backward(dn.float(), s, inv_rms, dgate_in), *[None] * 5
     dx, *others = residual_norm.input_grads(*inputs)
     return dx, dx if ctx.has_delta else None, *others, None
 
 
-def first_channels(x: Tensor, inverse: Tensor, kept: int) -> Tensor:
-    return (x[:, :kept].float() * inverse[:, None]).to(x.dtype)
+def gate_inputs(x: Tensor, inv_rms: Tensor, gate_channels: int) -> Tensor:
+    return (x[:, :gate_channels].float() * inv_rms[:, None]).to(x.dtype)
 
 
-def norm_backward(dn: Tensor, x: Tensor, inverse: Tensor, dfirst: Tensor | None = None) -> Tensor:
-    """From the fp32 gradient of norm(x) = x·inverse (and of its first channels, apart) to that of x. Plain, so that
+def norm_backward(dn: Tensor, x: Tensor, inv_rms: Tensor, dgate_in: Tensor | None = None) -> Tensor:
+    """From the fp32 gradient of norm(x) = x·inv_rms (and of its first channels, apart) to that of x. Plain, so that
     a compiler fuses it with what follows."""
-    if dfirst is not None and dfirst.shape[1] > 0:
-        dn = dn + F.pad(dfirst.float(), (0, dn.shape[1] - dfirst.shape[1]))
-    n = x.float() * inverse[:, None]
-    return (inverse[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))).to(x.dtype)
+    if dgate_in is not None and dgate_in.shape[1] > 0:
+        dn = dn + F.pad(dgate_in.float(), (0, dn.shape[1] - dgate_in.shape[1]))
+    n = x.float() * inv_rms[:, None]
+    return (inv_rms[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))).to(x.dtype)

@@ -61,11 +61,11 @@ def fp8_loss(
 @torch.library.custom_op("nanorun::fp8_loss", mutates_args=())
 def _fp8_loss_and_gradients(
     x: Tensor,  # (N, D), of which no entry is past √D
-    weight: Tensor,  # (V, D), and in eight bits, both ways
+    weight: Tensor,  # (V, D), and in FP8 with its transpose
     targets: Tensor,
     head: Tensor,
-    head_columns: Tensor,
-    head_unit: Tensor,
+    head_t: Tensor,
+    head_scale: Tensor,
     softcap: float,
     vocab_size: int,
     size: int,
@@ -82,9 +82,9 @@ def _fp8_loss_and_gradients(
     dweight: Tensor | None = None
     chunks = zip(*(each.split(size) for each in (x, targets, losses, dx)), strict=True)
     for x_chunk, target_chunk, loss_chunk, dx_chunk in chunks:
-        q, qt, unit = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
+        q, q_t, x_scale = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
         dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
-        dzt = q.new_empty(head.shape[0], qt.shape[1], dtype=fp8.E5M2)
+        dz_t = q.new_empty(head.shape[0], q_t.shape[1], dtype=fp8.E5M2)
         slices = -(-q.shape[0] // slice_limit)
         slice_rows = fp8.padded(-(-q.shape[0] // slices))  # as equal as can be
         for first in range(0, q.shape[0], slice_rows):
@@ -92,15 +92,15 @@ def _fp8_loss_and_gradients(
             if exact is not None:
                 logits = x_chunk[rows] @ exact.T
             else:
-                logits = gemm.gemm_fp8(q[rows], head, unit, head_unit, x.dtype, pingpong)
-            dz_unit = softcap_loss.softcap_loss_fp8(
-                logits, target_chunk[rows], softcap, vocab_size, loss_chunk[rows], dz, dzt, first
+                logits = gemm.gemm_fp8(q[rows], head, x_scale, head_scale, x.dtype, pingpong)
+            dz_scale = softcap_loss.softcap_loss_fp8(
+                logits, target_chunk[rows], softcap, vocab_size, loss_chunk[rows], dz, dz_t, first
             )
             del logits
-        fp8.scaled_mm(dz, head_columns, dz_unit, head_unit, x.dtype, False, out=dx_chunk)
-        share = fp8.scaled_mm(dzt, qt, dz_unit, unit, weight.dtype, False)
-        dweight = share if dweight is None else dweight.add_(share)
-        del dz, dzt, share
+        fp8.scaled_mm(dz, head_t, dz_scale, head_scale, x.dtype, False, out=dx_chunk)
+        wgrad = fp8.scaled_mm(dz_t, q_t, dz_scale, x_scale, weight.dtype, False)
+        dweight = wgrad if dweight is None else dweight.add_(wgrad)
+        del dz, dz_t, wgrad
     assert dweight is not None
     return losses.sum(), dx, dweight
 
