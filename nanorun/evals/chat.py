@@ -150,13 +150,13 @@ def grade_replies(
             except SandboxUnavailable as error:
                 if not allow_ungraded:
                     raise UserError(
-                        f"{error} Or keep the answers here (--keep FILE) and judge them where there is a sandbox "
-                        "(--judge FILE)."
+                        f"{error} Or write the replies to a file here (--keep FILE) and grade them on a machine with a "
+                        "sandbox (--judge FILE)."
                     ) from error
                 ungraded[reply.task] = error.problem
         graded.append(replace(reply, reward=None))
     for spec, problem in ungraded.items():
-        say(f"{spec} waits to be judged elsewhere: {problem}")
+        say(f"{spec} is not graded yet: {problem}")
     return graded
 
 

@@ -1,1 +1,1 @@
-"""What is shown of runs afterwards: plots, and the HTML page that holds them."""
+"""Plots of runs and of evaluations."""

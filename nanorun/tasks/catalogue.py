@@ -69,7 +69,7 @@ def open_task(
     """Examples with a reward."""
     examples = open_examples(spec, split, folder, trusted)
     if not hasattr(examples, "reward"):
-        raise UserError(f"{spec} has nothing to judge answers by (no `reward`): it can only be trained on.")
+        raise UserError(f"{spec} has no `reward` to grade replies with: it can only be trained on.")
     return cast(Task, examples)
 
 

@@ -93,7 +93,7 @@ class _UserExamples:
 
 class _UserTask(_UserExamples):
     def reward(self, index: int, reply: Sequence[Part]) -> float:
-        with _user_errors(self._path, f"cannot judge a reply to question {index}"):
+        with _user_errors(self._path, f"cannot grade a reply to question {index}"):
             reward = self._task.reward(index, reply)
         try:
             return float(reward)

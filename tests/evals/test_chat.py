@@ -245,7 +245,7 @@ def test_answers_are_kept_here_and_judged_there(world, tmp_path, monkeypatch, ca
     kept = evaluate_chat(
         ChatEvalOptions(tasks=tasks, settings=ReplySettings(max_tokens=8), replies_file=file)
     )
-    assert "sandboxed waits to be judged" in capsys.readouterr().err
+    assert "sandboxed is not graded yet" in capsys.readouterr().err
     assert kept["unjudged"] == ["sandboxed"]
     assert kept["chatcore"] is None
     assert "--judge" in tables.chat_table(kept)

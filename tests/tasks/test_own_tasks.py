@@ -135,8 +135,8 @@ class Own:
     [
         ("return 1.0", "return None", "with None: it must be a number"),
         ("return 1.0", "return 'yes'", "with 'yes': it must be a number"),
-        ("return 1.0", "return {}[2]", r"cannot judge a reply to question 0: KeyError at line 7 \(2\)"),
-        ("(self, i, reply)", "(self, reply)", "cannot judge a reply to question 0: TypeError"),
+        ("return 1.0", "return {}[2]", r"cannot grade a reply to question 0: KeyError at line 7 \(2\)"),
+        ("(self, i, reply)", "(self, reply)", "cannot grade a reply to question 0: TypeError"),
         ("self.words[i]}]}", "self.wrds[i]}]}", "cannot give example 0: AttributeError at line 6"),
         ('{"messages": [', "[[", "gives a list as example 0: it must be a conversation"),
     ],
@@ -153,11 +153,11 @@ def test_a_task_with_a_slip_is_one_sentence_before_anything_starts(tmp_path, rig
         open_task(f"{path}:Wrong", "test", trusted=[f"{path}:Wrong"])
 
 
-def test_what_cannot_be_judged_is_no_task(tmp_path):
+def test_examples_without_a_reward_are_not_a_task(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(HELLO))
-    with pytest.raises(UserError, match="nothing to judge"):
+    with pytest.raises(UserError, match="no `reward` to grade"):
         open_task(str(tmp_path / "a.jsonl"))
-    with pytest.raises(UserError, match="nothing to judge"):
+    with pytest.raises(UserError, match="no `reward` to grade"):
         open_task("sample-chat")
 
 
