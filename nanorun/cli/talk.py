@@ -4,21 +4,12 @@ from typing import Annotated
 
 import typer
 
-from nanorun.cli.options import (
-    Draft,
-    Int8,
-    Json,
-    Speculate,
-    Tools,
-    check_speculation,
-    check_tools,
-    example,
-)
+from nanorun.cli import options as opt
 
 app = typer.Typer()
 
 
-@app.command(epilog=example('nanorun chat -p "What is 17 + 25?"'))
+@app.command(epilog=opt.example('nanorun chat -p "What is 17 + 25?"'))
 def chat(
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="Answer this prompt and exit; - reads it from stdin.")
@@ -27,7 +18,7 @@ def chat(
         str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message of a chat model.")] = None,
-    tools: Tools = "calculator",
+    tools: opt.Tools = "calculator",
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.6,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is no limit.")] = 50,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling: a total probability.")] = 1.0,
@@ -35,11 +26,11 @@ def chat(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, repetition is less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
-    int8: Int8 = False,
-    speculate: Speculate = None,
-    draft: Draft = None,
+    int8: opt.Int8 = False,
+    speculate: opt.Speculate = None,
+    draft: opt.Draft = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the speed of each answer.")] = False,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Chat with a model: a chat model answers, a base model continues the text.
 
@@ -47,9 +38,9 @@ def chat(
     """
     from nanorun.infer.request import Sampling
 
-    allowed = check_tools(tools)
+    allowed = opt.check_tools(tools)
     sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
-    speculation = check_speculation(speculate, draft)
+    speculation = opt.check_speculation(speculate, draft)
 
     from nanorun.chat.conversation import ChatOptions  # only now: importing torch takes a second
     from nanorun.chat.terminal import chat
@@ -58,7 +49,7 @@ def chat(
     chat(options, prompt, as_json=as_json, verbose=verbose)
 
 
-@app.command(epilog=example("nanorun serve --port 8000"))
+@app.command(epilog=opt.example("nanorun serve --port 8000"))
 def serve(
     model: Annotated[
         str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
@@ -77,7 +68,7 @@ def serve(
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Maximum answers that wait; more get 429.")] = 256,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs (default: all).")] = None,
-    tools: Tools = "calculator",
+    tools: opt.Tools = "calculator",
     temperature: Annotated[float, typer.Option(help="Default of requests.")] = 0.6,
     top_k: Annotated[int, typer.Option(help="Default of requests; 0 is no limit.")] = 50,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer.")] = None,
@@ -85,7 +76,7 @@ def serve(
     timeout: Annotated[float, typer.Option(help="Maximum seconds of an answer.")] = 600.0,
     stall: Annotated[float, typer.Option(help="Timeout of a client that reads nothing.")] = 60.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for answers to finish at shutdown.")] = 30.0,
-    int8: Int8 = False,
+    int8: opt.Int8 = False,
 ) -> None:
     """Start an OpenAI-compatible server with a chat page for the browser."""
     from nanorun.data.get import parse_size
@@ -101,7 +92,7 @@ def serve(
         allow_hosts=tuple(allow_host or ()),
         slots=slots,
         gpus=gpus,
-        tools=check_tools(tools),
+        tools=opt.check_tools(tools),
         int8=int8,
         sampling=Sampling(temperature=temperature, top_k=top_k),
         drain_s=drain,

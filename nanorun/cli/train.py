@@ -9,31 +9,7 @@ from typing import Annotated
 import typer
 
 from nanorun import console
-from nanorun.cli.options import (
-    BackendName,
-    BatchTokens,
-    Compile,
-    Data,
-    Deterministic,
-    DeviceBatch,
-    DtypeName,
-    Flops,
-    Fp8Name,
-    Fresh,
-    Graphs,
-    Json,
-    Ratio,
-    Steps,
-    TaskFiles,
-    TokenizerName,
-    Tokens,
-    Track,
-    check_dtype,
-    chosen_recipe,
-    example,
-    run_options,
-    show,
-)
+from nanorun.cli import options as opt
 from nanorun.errors import UserError
 
 app = typer.Typer(
@@ -41,19 +17,19 @@ app = typer.Typer(
 )
 
 
-@app.command("base", epilog=example("nanorun train base --depth 12 --data mine-mine-32768"))
+@app.command("base", epilog=opt.example("nanorun train base --depth 12 --data mine-mine-32768"))
 def train_base(
     depth: Annotated[int | None, typer.Option(min=1, max=200, help="Number of layers (default: 12).")] = None,
     name: Annotated[str | None, typer.Option(help="Run name (default: base-dDEPTH).")] = None,
-    ratio: Ratio = None,
-    tokens: Tokens = None,
-    flops: Flops = None,
-    steps: Steps = None,
-    batch_tokens: BatchTokens = None,
-    device_batch: DeviceBatch = None,
+    ratio: opt.Ratio = None,
+    tokens: opt.Tokens = None,
+    flops: opt.Flops = None,
+    steps: opt.Steps = None,
+    batch_tokens: opt.BatchTokens = None,
+    device_batch: opt.DeviceBatch = None,
     context: Annotated[int | None, typer.Option(min=2, help="Context length (default: 2048).")] = None,
-    data: Data = None,
-    tokenizer: TokenizerName = None,
+    data: opt.Data = None,
+    tokenizer: opt.TokenizerName = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of weights and data order (default: 0).")
     ] = None,
@@ -66,19 +42,19 @@ def train_base(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Activation checkpointing, a third slower.")
     ] = False,
-    fp8: Fp8Name = None,
-    deterministic: Deterministic = False,
-    attention: BackendName = "auto",
-    dtype: DtypeName = "auto",
-    compiled: Compile = True,
-    graphs: Graphs = True,
+    fp8: opt.Fp8Name = None,
+    deterministic: opt.Deterministic = False,
+    attention: opt.BackendName = "auto",
+    dtype: opt.DtypeName = "auto",
+    compiled: opt.Compile = True,
+    graphs: opt.Graphs = True,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="Read the configuration from a run's config.json.")
     ] = None,
-    track: Track = None,
-    fresh: Fresh = False,
+    track: opt.Track = None,
+    fresh: opt.Fresh = False,
     yes: Annotated[bool, typer.Option("--yes", help="Also if the estimate is over a day.")] = False,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Pretrain a base model. An existing run resumes from its last checkpoint."""
     from nanorun import tables
@@ -86,8 +62,8 @@ def train_base(
     from nanorun.plan.estimate import PlanTooLong
     from nanorun.train import base
 
-    recipe = chosen_recipe(fp8, recompute)
-    options = run_options(
+    recipe = opt.chosen_recipe(fp8, recompute)
+    options = opt.run_options(
         name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track, recipe
     )
     train = {"seed": seed, "save_every": save_every, "eval_every": eval_every}
@@ -121,10 +97,10 @@ def train_base(
         if not typer.confirm("Train anyway?", err=True):
             raise typer.Exit(2) from None
         summary = base.train_base(config, options)
-    show(summary, as_json, tables.run_summary(summary))
+    opt.show(summary, as_json, tables.run_summary(summary))
 
 
-@app.command("sft", epilog=example("nanorun train sft --from base-d12 --mixture sft --task mine.py"))
+@app.command("sft", epilog=opt.example("nanorun train sft --from base-d12 --mixture sft --task mine.py"))
 def train_sft(
     parent: Annotated[
         str | None, typer.Option("--from", help="Run to start from (default: the newest base model).")
@@ -136,15 +112,15 @@ def train_sft(
         list[str] | None,
         typer.Option(help="Add your own task, FILE.py or FILE.py:Class. Runs its code."),
     ] = None,
-    task_files: TaskFiles = None,
+    task_files: opt.TaskFiles = None,
     name: Annotated[str | None, typer.Option(help="Run name (default: derived from the parent's).")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs over the mixture (default: 1).")] = None,
-    steps: Steps = None,
+    steps: opt.Steps = None,
     batch_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens per step (default: the parent's, or less to make enough steps)."),
     ] = None,
-    device_batch: DeviceBatch = None,
+    device_batch: opt.DeviceBatch = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Context length (default: the parent's).")
     ] = None,
@@ -162,14 +138,14 @@ def train_sft(
         int, typer.Option(min=0, help="Steps between ChatCORE evaluations, and one at the end; 0: none.")
     ] = 0,
     chat_problems: Annotated[int, typer.Option(min=1, help="Questions per task in each of them.")] = 25,
-    deterministic: Deterministic = False,
-    attention: BackendName = "auto",
-    dtype: DtypeName = "auto",
-    compiled: Compile = True,
-    graphs: Graphs = True,
-    track: Track = None,
-    fresh: Fresh = False,
-    as_json: Json = False,
+    deterministic: opt.Deterministic = False,
+    attention: opt.BackendName = "auto",
+    dtype: opt.DtypeName = "auto",
+    compiled: opt.Compile = True,
+    graphs: opt.Graphs = True,
+    track: opt.Track = None,
+    fresh: opt.Fresh = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Fine-tune a base model on conversations. An existing run resumes from its last checkpoint."""
     from nanorun import tables
@@ -177,7 +153,9 @@ def train_sft(
 
     if steps is not None and steps < 1:
         raise UserError(f"--steps is {steps}: it must be at least 1.")
-    options = run_options(name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track)
+    options = opt.run_options(
+        name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track
+    )
     sft_options = sft.SFTOptions(
         parent=parent,
         mixture=mixture,
@@ -195,10 +173,10 @@ def train_sft(
         chat_problems=chat_problems,
     )
     summary = sft.train_sft(sft_options, options)
-    show(summary, as_json, tables.run_summary(summary))
+    opt.show(summary, as_json, tables.run_summary(summary))
 
 
-@app.command("rl", epilog=example("nanorun train rl --task gsm8k --steps 200"))
+@app.command("rl", epilog=opt.example("nanorun train rl --task gsm8k --steps 200"))
 def train_rl(
     task: Annotated[
         list[str] | None, typer.Option(help="Task to train on: a name, or file.py:Class. Repeatable.")
@@ -226,12 +204,12 @@ def train_rl(
     eval_every: Annotated[
         int, typer.Option(min=0, help="Steps between evaluations; 0: at the end only.")
     ] = 25,
-    deterministic: Deterministic = False,
-    dtype: DtypeName = "auto",
-    compiled: Compile = True,
-    files: TaskFiles = None,
-    fresh: Fresh = False,
-    as_json: Json = False,
+    deterministic: opt.Deterministic = False,
+    dtype: opt.DtypeName = "auto",
+    compiled: opt.Compile = True,
+    files: opt.TaskFiles = None,
+    fresh: opt.Fresh = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Reinforcement learning on a task's rewards. An existing run resumes from its last checkpoint."""
     from nanorun import tables
@@ -239,7 +217,7 @@ def train_rl(
     from nanorun.train import rl
 
     opener = functools.partial(open_task, folder=files)
-    options = rl.RLOptions(fresh, device_batch, check_dtype(dtype), compiled, deterministic)
+    options = rl.RLOptions(fresh, device_batch, opt.check_dtype(dtype), compiled, deterministic)
     run, config, rl_config = rl.configure(
         task or [],
         parent=parent,
@@ -260,4 +238,4 @@ def train_rl(
         eval_problems=eval_problems,
     )
     summary = rl.train_rl(run, config, rl_config, options, opener)
-    show(summary, as_json, tables.rl_summary(summary))
+    opt.show(summary, as_json, tables.rl_summary(summary))
