@@ -219,6 +219,20 @@ def test_new_weights_take_effect_and_old_prefixes_are_dropped():
     assert after.ids == plain.generate(other, [prompt], 8, temperature=0)[0] != before
 
 
+def test_a_model_with_other_windows_and_context_replaces_caches_and_steps():
+    model, other = (
+        grown(shape("all")),
+        grown(replace(shape("grouped"), windows="SL", short_window=9, context=48)),
+    )
+    prompt = some_prompts(1, 30)[0]
+    with Engine(model) as engine:
+        engine.generate([Request(prompt, GREEDY, max_tokens=8)])
+        engine.load_weights(other)
+        assert engine.context == 48
+        after = engine.generate([Request(prompt, GREEDY, max_tokens=8)])[0]
+    assert (after.ids, after.reused_tokens) == (plain.generate(other, [prompt], 8, temperature=0)[0], 0)
+
+
 def test_padding_rows_do_not_affect_the_others():
     model = grown(shape("all"))
     expected = plain.generate(model, [[3, 1, 4]], 20, temperature=0)[0]
