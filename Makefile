@@ -14,8 +14,12 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What make check runs: a training step, resume, sampling and serving in small, the command line, the docs.
-CHECK := tests/test_docs.py
+# What make check runs: the golden losses of a training run, the model, the optimizer, the loader, checkpoints, the
+# engine, and what the docs say.
+CHECK := $(patsubst %,tests/%.py,model/test_gpt model/test_attention optim/test_optimizer optim/test_schedules \
+           data/test_packing data/test_loader text/test_chat_rendering infer/test_engine infer/test_cache \
+           infer/test_sampling evals/test_bpb test_checkpoint test_runs test_hardware test_console test_docs) \
+         tests/train/test_training.py::test_the_first_losses_of_a_tiny_fixed_run_are_golden
 
 # A GPU test spends most of its time compiling on the CPU: four files at a time, the longest first.
 JOBS      ?= 4

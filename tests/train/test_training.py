@@ -215,6 +215,7 @@ def logged_steps(home: Path, name: str) -> list[int]:
     return [r["step"] for r in read_metrics(folder) if r["kind"] == "step"] if folder.exists() else []
 
 
+@pytest.mark.slow
 def test_killed_at_ten_random_moments_it_ends_with_bit_identical_weights(world):
     config = tiny(200)
     args, env = command(world, "untouched", config)
