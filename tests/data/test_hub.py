@@ -15,9 +15,10 @@ import pyarrow.parquet
 import pytest
 from bad_server import Act, BadServer, prepare_client
 
+from nanorun.data.bins import check_bin
 from nanorun.data.dataset import open_dataset, read_texts
 from nanorun.data.get import GPT2, get_dataset
-from nanorun.data.hub import CORPORA, check_bin, check_parquet, fetch_corpus, list_files
+from nanorun.data.hub import CORPORA, check_parquet, fetch_corpus, list_files
 from nanorun.data.sources import open_source
 from nanorun.errors import UserError
 from nanorun.text.store import public_tokenizer

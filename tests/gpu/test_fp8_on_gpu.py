@@ -200,7 +200,7 @@ def test_gated_value_embeddings_and_their_gradients_agree_with_float64(heads):
     inputs = [each.clone().requires_grad_() for each in (v, gate, table)]
     grad_buffer = torch.zeros_like(table)
     fast = torch.compile(embedding_grad.add_gated_embedding, dynamic=False, fullgraph=True)(
-        *inputs, grad_buffer, tokens
+        inputs[0], inputs[1], inputs[2], grad_buffer, tokens
     )
     fast.backward(dy)
     exact = [each.detach().double().requires_grad_() for each in (v, gate, table.bfloat16())]

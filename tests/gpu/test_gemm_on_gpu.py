@@ -1,6 +1,7 @@
 """GEMMs with epilogues (scale, ReLU², residual) against float64 and against the kernels that they replace."""
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_the_mlp_with_relu2_in_the_epilogue_has_the_gradients_of_one_without(tok
         weight8 = [fp8.Fp8Weight(*weight.shape, pingpong=pingpong).to(CUDA) for weight in weights]
         for copy, weight in zip(weight8, weights, strict=True):
             copy.requantize(weight)
-        compiled = torch.compile(layers.norm_mlp, dynamic=False, fullgraph=True)
+        compiled: Any = torch.compile(layers.norm_mlp, dynamic=False, fullgraph=True)
         y = compiled(ResidualStream(inputs[0]), *weight8, *inputs[1:], fused, None).delta
         y.backward(dy)
         return [y.detach(), *(each.grad for each in inputs)]

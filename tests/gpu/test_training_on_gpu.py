@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_home import make_home, small
 
-from nanorun.runs import read_metrics
+from nanorun.runs import Run, read_metrics
 from nanorun.train import base, loop
 from nanorun.train.base import BaseOptions
 
@@ -36,7 +36,7 @@ def test_sixteen_bits_learn_as_fp32_does(world, monkeypatch, dtype):
 def test_a_bad_step_is_skipped_on_the_device_without_a_wait(world, monkeypatch, graphs):
     monkeypatch.setenv("NANORUN_HOME", str(world))
     config = small()
-    with base.Run.open(f"skips-{graphs}", config.to_dict(), fresh=True) as run:
+    with Run.open(f"skips-{graphs}", config.to_dict(), fresh=True) as run:
         t = base.assemble(config, run, BaseOptions(graphs=graphs), None)
         with t.loader:
             for _ in range(4):  # of one micro-batch each: by then it is recorded

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,7 +225,8 @@ def test_attention_rejects_unsupported_shapes():
     def ask(heads, window, length):
         case = attention_case(heads, length, [0], values=False)
         out = poison(1, heads.heads, heads.head_dim)
-        attention.rope_cache_attention(*case[:7], heads, window, out, split=KVSplit())
+        call: Any = attention.rope_cache_attention
+        call(*case[:7], heads, window, out, split=KVSplit())
 
     with pytest.raises(ValueError, match="window of 20"):
         ask(Heads(2, 2, 32, 1.2), 20, 16)

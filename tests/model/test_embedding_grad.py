@@ -35,7 +35,7 @@ def test_gated_value_embeddings_and_their_gradients_agree_with_float64(shape, dt
     grad_buffer = torch.ones_like(table)
     torch.use_deterministic_algorithms(deterministic)
     try:
-        fast = embedding_grad.add_gated_embedding(*inputs, grad_buffer, token_ids)
+        fast = embedding_grad.add_gated_embedding(inputs[0], inputs[1], inputs[2], grad_buffer, token_ids)
         fast.backward(dy)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -190,7 +190,7 @@ def test_shapes_that_do_not_fit_are_refused():
 def test_default_chunks_are_nearly_equal_and_within_the_budget(vocab):
     weight = torch.empty(vocab, 1, device="meta")
     for n in (0, 1, 5000, 65_536, 100_001):
-        size = module._chunk_rows(torch.empty(n, 1, device="meta"), weight, None)
+        size = module.chunk_rows(torch.empty(n, 1, device="meta"), weight, None)
         assert size % module.CHUNK_MULTIPLE == 0
         assert (size - module.CHUNK_MULTIPLE) * vocab < module.CHUNK_LOGITS
         chunks = max(-(-n // size), 1)

@@ -25,6 +25,7 @@ from nanorun.runs import Run, read_config, read_metrics
 from nanorun.train import rl
 from nanorun.train.policy import micro_batches, token_logprobs
 from nanorun.train.rl_config import RLConfig
+from nanorun.train.rollouts import open_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +69,7 @@ def learn(name, *args, options=None, **changes):
 def assembled(name, *args, options=None, **changes):
     run, config, learning = configured(name, *args, **changes)
     held = Run.open(run, config.to_dict(), fresh=True)
-    tasks = rl.open_tasks(learning, open_task)
+    tasks = open_tasks(learning, open_task)
     return *rl.assemble(config, learning, held, options or rl.RLOptions(), None, tasks), learning
 
 
@@ -109,7 +110,7 @@ def test_three_problems_of_five_samples_on_a_micro_batch_of_two_use_every_sample
     t, reference, learning = assembled(
         "remainders", problems=3, samples=5, kl=0.01, options=rl.RLOptions(device_batch=2)
     )
-    original, draw = rl.token_logprobs, type(t.loader).__next__
+    original, draw = token_logprobs, type(t.loader).__next__
 
     def counting(model, batch, temperature):
         if model is t.model:
@@ -323,7 +324,7 @@ def test_a_reference_that_is_gone_is_a_sentence(world):
 
 
 def test_a_nan_loss_is_skipped_and_repeated_ones_roll_back(world, monkeypatch, capsys):
-    calls, original = [], rl.token_logprobs
+    calls, original = [], token_logprobs
 
     def spiking(model, batch, temperature):
         calls.append(1)
@@ -342,7 +343,7 @@ def test_a_nan_loss_is_skipped_and_repeated_ones_roll_back(world, monkeypatch, c
 
 def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeypatch, capsys):
     learn("roomy", options=rl.RLOptions(fresh=True, device_batch=3))
-    original = rl.token_logprobs
+    original = token_logprobs
 
     events, zero_grad = [], Optimizer.zero_grad
 

@@ -19,6 +19,7 @@ from spike import Spike
 
 from nanorun import checkpoint
 from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_model
+from nanorun.data import loader
 from nanorun.data.dataset import open_dataset
 from nanorun.data.get import make_sample
 from nanorun.data.sources import open_source
@@ -394,7 +395,7 @@ def test_weights_that_are_not_numbers_are_never_saved(world, capsys):
 
 def test_out_of_memory_halves_the_micro_batch_and_goes_on(world, monkeypatch, capsys):
     straight = train_base(tiny(), BaseOptions(name="roomy", fresh=True, device_batch=2, samples=1))
-    to_device = loop.to_device
+    to_device = loader.to_device
 
     def small_device(batch, *where):
         if batch.inputs.size(0) > 2:
@@ -424,7 +425,7 @@ def test_documents_are_masked_in_training_and_in_evaluation_alike(world):
     assert results[0]["val_bpb"] != results[1]["val_bpb"]
     t = assembled(masked, "masked-batch")
     with t.loader, t.run:
-        _, _, docs = loop.to_device(next(t.loader), t.device, True)
+        _, _, docs = loader.to_device(next(t.loader), t.device, True)
         seen: list[Any] = []
         forward, t.forward = t.forward, None
 
@@ -433,7 +434,7 @@ def test_documents_are_masked_in_training_and_in_evaluation_alike(world):
             return forward(*args)
 
         t.evaluate = bpb_evaluator(
-            open_source(base.open_dataset("sample"), "val", open_tokenizer("sample")),
+            open_source(open_dataset("sample"), "val", open_tokenizer("sample")),
             masked.model,
             open_tokenizer("sample"),
             watched,
