@@ -10,19 +10,15 @@ from nanorun.data.sample.letters import spelled, words
 from nanorun.data.sample.numbers import draw
 from nanorun.data.sample.rng import Deck, RandomStream, Split
 from nanorun.data.sample.sentences import fact_sentences
-from nanorun.data.sample.world import world
+from nanorun.data.sample.world import templates, world
 
-OPENED = {
-    "train": (
-        "It was {day} in {home}, and {n} the {trade} had some questions.",
-        "{n}, the {trade} of {home}, looked at the class.",
-        "On {day} the school of {home} smelled of chalk, and {n} was asking questions.",
-    ),
-    "val": (
-        "On {day} {n} the {trade} looked at the class in {home}.",
-        "The school of {home} smelled of chalk, and {n} the {trade} had some questions.",
-    ),
-}
+OPENED = templates("""
+    train  It was {day} in {home}, and {n} the {trade} had some questions.
+    train  {n}, the {trade} of {home}, looked at the class.
+    train  On {day} the school of {home} smelled of chalk, and {n} was asking questions.
+    val    On {day} {n} the {trade} looked at the class in {home}.
+    val    The school of {home} smelled of chalk, and {n} the {trade} had some questions.
+""")
 # The first question of a lesson, the second and the last.
 ASKS = (
     (

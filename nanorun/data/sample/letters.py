@@ -14,7 +14,7 @@ from string import ascii_lowercase
 
 from nanorun.data.sample.numbers import in_words
 from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs
-from nanorun.data.sample.world import world
+from nanorun.data.sample.world import templates, world
 
 Pair = tuple[str, str]
 
@@ -71,60 +71,49 @@ def to_count(split: Split) -> tuple[tuple[Pair, ...], ...]:
     return tuple(map(tuple, found))
 
 
-SPELLED = {
-    "train": (
-        "The word {w} is spelled {l}.",
-        "To spell {w}, write {l}.",
-        "Spell {w}: {l}.",
-        "You spell {w} like this: {l}.",
-        "Letter by letter, {w} is {l}.",
-    ),
-    "val": (
-        "Letter by letter, {w} is spelled {l}.",
-        "The word {w} is {l}.",
-        "You spell the word {w} like this: {l}.",
-    ),
-}
+SPELLED = templates("""
+    train  The word {w} is spelled {l}.
+    train  To spell {w}, write {l}.
+    train  Spell {w}: {l}.
+    train  You spell {w} like this: {l}.
+    train  Letter by letter, {w} is {l}.
+    val    Letter by letter, {w} is spelled {l}.
+    val    The word {w} is {l}.
+    val    You spell the word {w} like this: {l}.
+""")
 LOOKED_AT = (
     "It has {n} letters, begins with {first} and ends with {last}.",
     "It begins with {first}, ends with {last} and has {n} letters.",
     "There are {n} letters in it.",
     "The first letter is {first} and the last is {last}.",
 )
-COUNTED = {
-    "train": (
-        "How often does {x} come in {w}? Spell it: {l}. The letter {x} comes {times}.",
-        "In {w}, that is {l}, the letter {x} comes {times}.",
-        "Look for {x} in {l}. In {w} the letter {x} comes {times}.",
-        "Count the {x} in {w}: {l}. The answer is {n}, because the letter {x} comes {times}.",
-        "Python can count letters: '{w}'.count('{x}') is {n}. In {w} the letter {x} comes {times}.",
-    ),
-    "val": (
-        "Look for {x} in {w}, that is {l}. The letter {x} comes {times}.",
-        "How often does {x} come in {l}? In {w} the letter {x} comes {times}.",
-        "Count the {x} in {l}. The answer is {n}, because in {w} the letter {x} comes {times}.",
-        "Python can count: '{w}'.count('{x}') is {n}, so in {w} the letter {x} comes {times}.",
-    ),
-}
-CALLED = {
-    "train": (
-        "The harbour of {place} calls '{w}', which is spelled {l}.",
-        "Today's signal word in {place} is {w}, spelled {l}.",
-        "From {place} comes the signal '{w}': {l}.",
-        "{place} signals {w}, and that is {l}.",
-        "To spell {w}, write {l}.",
-    ),
-    "val": ("Today the harbour of {place} calls '{w}': {l}.", "The signal word {w} is spelled {l}."),
-}
+COUNTED = templates("""
+    train  How often does {x} come in {w}? Spell it: {l}. The letter {x} comes {times}.
+    train  In {w}, that is {l}, the letter {x} comes {times}.
+    train  Look for {x} in {l}. In {w} the letter {x} comes {times}.
+    train  Count the {x} in {w}: {l}. The answer is {n}, because the letter {x} comes {times}.
+    train  Python can count letters: '{w}'.count('{x}') is {n}. In {w} the letter {x} comes {times}.
+    val    Look for {x} in {w}, that is {l}. The letter {x} comes {times}.
+    val    How often does {x} come in {l}? In {w} the letter {x} comes {times}.
+    val    Count the {x} in {l}. The answer is {n}, because in {w} the letter {x} comes {times}.
+    val    Python can count: '{w}'.count('{x}') is {n}, so in {w} the letter {x} comes {times}.
+""")
+CALLED = templates("""
+    train  The harbour of {place} calls '{w}', which is spelled {l}.
+    train  Today's signal word in {place} is {w}, spelled {l}.
+    train  From {place} comes the signal '{w}': {l}.
+    train  {place} signals {w}, and that is {l}.
+    train  To spell {w}, write {l}.
+    val    Today the harbour of {place} calls '{w}': {l}.
+    val    The signal word {w} is spelled {l}.
+""")
 # An echo is the plainest lesson in copying, which a model needs before it can use a calculator.
-ECHOED = {
-    "train": (
-        "A boat off {place} calls {call}, and the watch calls back: {call}.",
-        "'{call}?' asks the ferry. '{call}!' answers {place}.",
-        "{place} sends {call}. The next harbour passes it on: {call}.",
-    ),
-    "val": ("A boat calls {call}, and the watch of {place} passes it on: {call}.",),
-}
+ECHOED = templates("""
+    train  A boat off {place} calls {call}, and the watch calls back: {call}.
+    train  '{call}?' asks the ferry. '{call}!' answers {place}.
+    train  {place} sends {call}. The next harbour passes it on: {call}.
+    val    A boat calls {call}, and the watch of {place} passes it on: {call}.
+""")
 OPENINGS = (
     "Spelling is easy if you go slowly.",
     "Here are some words and their letters.",

@@ -20,7 +20,7 @@ from nanorun.data.sample import numbers
 from nanorun.data.sample.letters import signal_word, spelled, times, word_and_letter, words
 from nanorun.data.sample.rng import Deck, RandomStream, Split, check_split
 from nanorun.data.sample.sentences import FactSentences, fact_sentences
-from nanorun.data.sample.world import capital
+from nanorun.data.sample.world import capital, templates
 
 Content = str | list[dict[str, str]]
 
@@ -32,52 +32,45 @@ class Turn:
     answer: str = ""  # what a right reply must contain; empty where there is no such thing
 
 
-SUM_ASKED = {
-    "train": (
-        "What is {t}?",
-        "What is {t}?",
-        "How much is {s}?",
-        "Please work out {t}.",
-        "Can you calculate {t}?",
-        "What do you get for {s}?",
-        "{t} = ?",
-    ),
-    "val": ("What is {t}?", "How much is {t}?", "Can you work out {s}?", "What do you get for {t}?"),
-}
-SPELL_ASKED = {
-    "train": (
-        "How do you spell {w}?",
-        "Please spell {w}.",
-        "Can you spell {w} for me?",
-        "What letters are in {w}?",
-        "Spell the word {w}.",
-        "How is {w} spelled?",
-        "Which letters make the word {w}?",
-        "Spell {w} letter by letter.",
-    ),
-    "val": (
-        "How do you spell the word {w}?",
-        "Can you spell {w}?",
-        "Please spell the word {w}.",
-        "How is the word {w} spelled?",
-    ),
-}
-COUNT_ASKED = {
-    "train": (
-        "How many times does {x} come in {w}?",
-        "How often does the letter {x} come in {w}?",
-        "Count the letter {x} in {w}.",
-        "How many {x} are in the word {w}?",
-        "How many times is the letter {x} in {w}?",
-        "How often is {x} in {w}?",
-        "How many times will you find {x} in {w}?",
-    ),
-    "val": (
-        "How many times does the letter {x} come in {w}?",
-        "How often is the letter {x} in the word {w}?",
-        "Count the letter {x} in the word {w}.",
-    ),
-}
+SUM_ASKED = templates("""
+    train  What is {t}?
+    train  What is {t}?
+    train  How much is {s}?
+    train  Please work out {t}.
+    train  Can you calculate {t}?
+    train  What do you get for {s}?
+    train  {t} = ?
+    val    What is {t}?
+    val    How much is {t}?
+    val    Can you work out {s}?
+    val    What do you get for {t}?
+""")
+SPELL_ASKED = templates("""
+    train  How do you spell {w}?
+    train  Please spell {w}.
+    train  Can you spell {w} for me?
+    train  What letters are in {w}?
+    train  Spell the word {w}.
+    train  How is {w} spelled?
+    train  Which letters make the word {w}?
+    train  Spell {w} letter by letter.
+    val    How do you spell the word {w}?
+    val    Can you spell {w}?
+    val    Please spell the word {w}.
+    val    How is the word {w} spelled?
+""")
+COUNT_ASKED = templates("""
+    train  How many times does {x} come in {w}?
+    train  How often does the letter {x} come in {w}?
+    train  Count the letter {x} in {w}.
+    train  How many {x} are in the word {w}?
+    train  How many times is the letter {x} in {w}?
+    train  How often is {x} in {w}?
+    train  How many times will you find {x} in {w}?
+    val    How many times does the letter {x} come in {w}?
+    val    How often is the letter {x} in the word {w}?
+    val    Count the letter {x} in the word {w}.
+""")
 _SPELLED = ("The word {w} is spelled {l}.", "You spell {w} like this: {l}.", "{l}")
 _LEADS = ("Let me work that out: ", "Let me calculate: ", "I will use Python: ", "")
 

@@ -12,7 +12,7 @@ from functools import cache
 
 from nanorun.data.sample.plots import PLOTS, Plot
 from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs
-from nanorun.data.sample.world import OBJECT, POSSESSIVE, Island, Person, Place, an, capital, world
+from nanorun.data.sample.world import OBJECT, POSSESSIVE, Animal, Person, Place, an, capital, world
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _tales(split: Split) -> tuple[_Tale, ...]:
         for plot in PLOTS:
             if plot.with_animal and person.name not in world().companions:
                 continue
-            if belongs(split, "story", plot.title, person.name) and friends:
+            if belongs(split, "story", plot.titles["train"], person.name) and friends:
                 found.append(_Tale(plot, _slots(person), friends))
     return tuple(found)
 
@@ -62,61 +62,31 @@ def _island(person: Person) -> str:
 
 
 def _slots(person: Person) -> dict[str, str]:
+    """Every attribute of the hero, the village, the island and the animal; `a_NAME` is one with its article."""
     place, island = world().entities[person.home], world().entities[_island(person)]
-    assert isinstance(place, Place)
-    assert isinstance(island, Island)
-    slots = {
-        "n": person.name,
-        "he": person.pronoun,
-        "his": POSSESSIVE[person.pronoun],
-        "him": OBJECT[person.pronoun],
-        "trade": person.trade,
-        "a_trade": an(person.trade),
-        "food": person.food,
-        "scarf": person.scarf,
-        "a_scarf": an(person.scarf),
-        "home": place.name,
-        "island": place.island,
-        "weather": island.weather,
-        "Weather": capital(island.weather),
-        "landmark": place.landmark,
-        "dish": place.dish,
-        "festival": place.festival,
-        "doors": place.doors,
-    }
+    slots: dict[str, str] = {**vars(island), **vars(place), **vars(person)}
+    slots |= {"n": person.name, "Weather": capital(slots["weather"]), **_pronouns("", person)}
     animal = world().companions.get(person.name)
     if animal is not None:
         slots |= {
+            **vars(animal),
             "pet": animal.name,
-            "kind": animal.kind,
-            "a_kind": an(animal.kind),
-            "colour": animal.colour,
-            "a_colour": an(animal.colour),
-            "meal": animal.meal,
-            "habit": animal.habit,
-            "phe": animal.pronoun,
+            **_pronouns("p", animal),
             "Phe": capital(animal.pronoun),
-            "phis": POSSESSIVE[animal.pronoun],
-            "phim": OBJECT[animal.pronoun],
         }
-    return slots
+    return slots | {f"a_{name}": an(value) for name, value in slots.items()}
+
+
+def _pronouns(prefix: str, who: Person | Animal) -> dict[str, str]:
+    forms = {"he": who.pronoun, "his": POSSESSIVE[who.pronoun], "him": OBJECT[who.pronoun]}
+    return {f"{prefix}{slot}": form for slot, form in forms.items()}
 
 
 def _tell(tale: _Tale, split: Split, rng: RandomStream) -> str:
     friend = rng.choice(tale.friends)
-    fill = {
-        **tale.fill,
-        "friend": friend.name,
-        "fhome": friend.home,
-        "fisland": _island(friend),
-        "ftrade": friend.trade,
-        "ffood": friend.food,
-        "fscarf": friend.scarf,
-        "fhe": friend.pronoun,
-        "fhis": POSSESSIVE[friend.pronoun],
-    }
-    beats = " ".join(rng.choice(beat.tellings(split)) for beat in tale.plot.beats)
+    about_friend = {f"f{name}": value for name, value in vars(friend).items()}
+    about_friend |= {"friend": friend.name, "fisland": _island(friend), **_pronouns("f", friend)}
+    story = " ".join(rng.choice(tellings) for tellings in tale.plot.beats[split])
     if rng.random() < 0.5:
-        title = tale.plot.title if split == "train" else tale.plot.title_val
-        beats = f"{title}\n{beats}"
-    return beats.format_map(fill)
+        story = f"{tale.plot.titles[split]}\n{story}"
+    return story.format_map({**tale.fill, **about_friend})

@@ -227,6 +227,15 @@ POSSESSIVE: Mapping[Pronoun, str] = MappingProxyType({"it": "its", "she": "her",
 OBJECT: Mapping[Pronoun, str] = MappingProxyType({"it": "it", "she": "her", "he": "him"})
 
 
+def templates(text: str) -> dict[str, tuple[str, ...]]:
+    """A table of templates by key: each line has a key and, after it, one template or several with ` | ` between."""
+    table: dict[str, tuple[str, ...]] = {}
+    for line in text.strip().splitlines():
+        key, entry = line.split(maxsplit=1)
+        table[key] = (*table.get(key, ()), *entry.split(" | "))
+    return table
+
+
 def an(words: str) -> str:
     """'owl' -> 'an owl'. The tables hold no word like 'hour' or 'unicorn' that breaks the simple rule."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
