@@ -157,7 +157,7 @@ MISTAKES = [
     ([], "\n", "stdin is empty"),
     ([], b"caf\xe9", "is not valid UTF-8"),
     (["-p", "hi", "--temperature", "-1"], "", "temperature is -1.0"),
-    (["-p", "hi", "--tools", "hammer"], "", "There is no tool 'hammer'"),
+    (["-p", "hi", "--tools", "hammer"], "", "'hammer' is not one of 'calculator', 'python', 'none'"),
     (["-p", "hi", "--speculate", "draft"], "", "--draft"),
     (["-p", "hi", "--model", "writer", "--system", "x"], "", "leave out --system"),
 ]

@@ -50,10 +50,8 @@ def main(args: list[str] | None = None) -> NoReturn:
     keep_bytecode()
     signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # a terminal that lacks our characters shows others and does not fail
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
     try:
         code = app(args, standalone_mode=False, prog_name="nanorun")
     except UserError as error:
@@ -84,7 +82,8 @@ def _exit_on_broken_pipe() -> NoReturn:
 
 
 def _print_usage_error(error: Any) -> int:
-    context, message = getattr(error, "ctx", None), error.format_message().strip()
+    context = getattr(error, "ctx", None)
+    message = error.format_message().strip().replace(": Value error, ", ": ")  # as pydantic begins them
     if message.startswith("Usage:"):  # no command: show the help
         print(message)
         return 0

@@ -37,12 +37,18 @@ def bench_train(
     from nanorun import tables
     from nanorun.bench.train import bench_train
     from nanorun.provenance import check_writable, write_result
+    from nanorun.train import base
 
     check_writable(save)
-    options = opt.run_options(
-        None, False, device_batch, attention, dtype, compiled, graphs, recipe=opt.chosen_recipe(fp8)
+    options = base.BaseOptions(
+        device_batch=device_batch,
+        backend=attention,
+        dtype=dtype,
+        compile=compiled,
+        graphs=graphs,
+        recipe=opt.chosen_recipe(fp8),
     )
-    config = opt.default_config(depth, context, batch_tokens, data, tokenizer)
+    config = base.configure(depth, context=context, batch_tokens=batch_tokens, data=data, tokenizer=tokenizer)
     result = bench_train(config, options, steps, fresh_caches)
     write_result(result, save)
     opt.show(result, as_json, tables.bench_train(result))

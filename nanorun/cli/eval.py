@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from nanorun.cli.options import Json, Save, TaskFiles, example, show
+from nanorun.cli.options import ChatModel, Json, Model, Save, TaskFiles, example, show
 from nanorun.errors import UserError
 
 app = typer.Typer(help="Evaluate a model: bits per byte, CORE, ChatCORE.", no_args_is_help=True)
@@ -13,7 +13,7 @@ app = typer.Typer(help="Evaluate a model: bits per byte, CORE, ChatCORE.", no_ar
 
 @app.command("bpb", epilog=example("nanorun eval bpb --model base-d12 --json"))
 def eval_bpb(
-    model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,
+    model: Model = None,
     data: Annotated[
         str | None, typer.Option(help="The dataset (default: the one the model was trained on).")
     ] = None,
@@ -32,9 +32,7 @@ def eval_bpb(
 
 @app.command("chat", epilog=example("nanorun eval chat --tasks gsm8k,arc-easy --max-per-task 200"))
 def eval_chat(
-    model: Annotated[
-        str | None, typer.Option(help="A run's name (default: the newest chat model, or the newest).")
-    ] = None,
+    model: ChatModel = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Comma-separated names or file.py:Class (default: the tasks of ChatCORE present)."),
@@ -85,7 +83,7 @@ def eval_chat(
 
 @app.command("core", epilog=example("nanorun eval core --model base-d12 --max-per-task 500 --json"))
 def eval_core(
-    model: Annotated[str | None, typer.Option(help="A run's name (default: the newest).")] = None,
+    model: Model = None,
     hf: Annotated[
         Path | None,
         typer.Option(help="Instead of a run: the folder of a Hugging Face causal model with its tokenizer."),

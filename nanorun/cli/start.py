@@ -71,11 +71,9 @@ def warmup(
 ) -> None:
     """Compile ahead of time: fill the caches, so that the next run of this shape starts at once."""
     from nanorun import tables
-    from nanorun.train import warmup
+    from nanorun.train import base, warmup
 
-    options = opt.run_options(
-        None, False, device_batch, attention, "auto", True, recipe=opt.chosen_recipe(fp8)
-    )
-    config = opt.default_config(depth, context, batch_tokens, data, tokenizer)
+    options = base.BaseOptions(device_batch=device_batch, backend=attention, recipe=opt.chosen_recipe(fp8))
+    config = base.configure(depth, context=context, batch_tokens=batch_tokens, data=data, tokenizer=tokenizer)
     result = warmup.warm_up(config, options)
     opt.show(result, as_json, tables.warmup_table(result))

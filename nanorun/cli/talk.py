@@ -14,9 +14,7 @@ def chat(
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="Answer this prompt and exit; - reads it from stdin.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
-    ] = None,
+    model: opt.ChatModel = None,
     system: Annotated[str | None, typer.Option(help="The system message of a chat model.")] = None,
     tools: opt.Tools = "calculator",
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.6,
@@ -38,22 +36,19 @@ def chat(
     """
     from nanorun.infer.request import Sampling
 
-    allowed = opt.check_tools(tools)
     sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p, seed)
     speculation = opt.check_speculation(speculate, draft)
 
     from nanorun.chat.conversation import ChatOptions  # only now: importing torch takes a second
     from nanorun.chat.terminal import chat
 
-    options = ChatOptions(model, sampling, max_tokens, system, allowed, int8, speculation, draft)
+    options = ChatOptions(model, sampling, max_tokens, system, tools, int8, speculation, draft)
     chat(options, prompt, as_json=as_json, verbose=verbose)
 
 
 @app.command(epilog=opt.example("nanorun serve --port 8000"))
 def serve(
-    model: Annotated[
-        str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
-    ] = None,
+    model: opt.ChatModel = None,
     host: Annotated[str, typer.Option(help="Listen here; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free port.")] = 8000,
     api_key: Annotated[
@@ -92,7 +87,7 @@ def serve(
         allow_hosts=tuple(allow_host or ()),
         slots=slots,
         gpus=gpus,
-        tools=opt.check_tools(tools),
+        tools=tools,
         int8=int8,
         sampling=Sampling(temperature=temperature, top_k=top_k),
         drain_s=drain,

@@ -63,8 +63,8 @@ def train_base(
     from nanorun.train import base
 
     recipe = opt.chosen_recipe(fp8, recompute)
-    options = opt.run_options(
-        name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track, recipe
+    options = base.BaseOptions(
+        name, fresh, device_batch, attention, dtype, compiled, graphs, recipe, deterministic, track
     )
     train = {"seed": seed, "save_every": save_every, "eval_every": eval_every}
     if config_file is not None:
@@ -149,12 +149,12 @@ def train_sft(
 ) -> None:
     """Fine-tune a base model on conversations. An existing run resumes from its last checkpoint."""
     from nanorun import tables
-    from nanorun.train import sft
+    from nanorun.train import base, sft
 
     if steps is not None and steps < 1:
         raise UserError(f"--steps is {steps}: it must be at least 1.")
-    options = opt.run_options(
-        name, fresh, device_batch, attention, dtype, compiled, graphs, deterministic, track
+    options = base.BaseOptions(
+        name, fresh, device_batch, attention, dtype, compiled, graphs, None, deterministic, track
     )
     sft_options = sft.SFTOptions(
         parent=parent,
@@ -217,7 +217,7 @@ def train_rl(
     from nanorun.train import rl
 
     opener = functools.partial(open_task, folder=files)
-    options = rl.RLOptions(fresh, device_batch, opt.check_dtype(dtype), compiled, deterministic)
+    options = rl.RLOptions(fresh, device_batch, dtype, compiled, deterministic)
     run, config, rl_config = rl.configure(
         task or [],
         parent=parent,

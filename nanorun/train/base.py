@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanorun import checkpoint, hardware, home
-from nanorun.config import Backend, Config, Dtype, Horizon, largest_divisor, scale
+from nanorun.config import Backend, Config, Dtype, largest_divisor, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.data.loader import Loader
@@ -59,33 +59,16 @@ class BaseOptions:
     max_days: float | None = None  # a new run that the plan expects to take longer is rejected
 
 
-def configure(
-    depth: int,
-    *,
-    horizon: Horizon,
-    context: int = 2048,
-    batch_tokens: int | None = None,
-    data: str | None = None,
-    tokenizer: str | None = None,
-    model_changes: dict[str, Any] | None = None,
-    train_changes: dict[str, Any] | None = None,
-) -> Config:
-    """The configuration of a depth on the data that is here; the sample world, where there is none at all."""
+def configure(depth: int, *, data: str | None = None, tokenizer: str | None = None, **options: Any) -> Config:
+    """The configuration of a depth on the data that is here; the sample world, where there is none at all.
+
+    `options` are those of `config.scale`.
+    """
     if data is None and tokenizer is None and not dataset_names():
         say("there is no data here yet: building the sample world")
         build_sample()
     dataset, text = open_dataset(data), open_tokenizer(tokenizer)
-    return scale(
-        depth,
-        text.vocab_size,
-        context=context,
-        horizon=horizon,
-        batch_tokens=batch_tokens,
-        data=dataset.name,
-        tokenizer=text.name,
-        model_changes=model_changes,
-        train_changes=train_changes,
-    )
+    return scale(depth, text.vocab_size, data=dataset.name, tokenizer=text.name, **options)
 
 
 def read_config(path: Path) -> Config:
@@ -355,9 +338,8 @@ def finish(t: loop.Training, options: BaseOptions, planned: dict[str, Any]) -> d
     from nanorun.report.plots import plot_loss
 
     summary = summarize(t)
-    t.model.batch_attention.use_backend(
-        "sdpa"
-    )  # every length is another shape, which compiled kernels do not like
+    # Every length is another shape, which compiled kernels do not like.
+    t.model.batch_attention.use_backend("sdpa")
     summary["samples"] = sample(
         t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
     )
