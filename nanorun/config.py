@@ -11,6 +11,7 @@ is how a variant is made, and `to_dict`/`from_dict` how a run remembers what it 
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -20,9 +21,8 @@ from nanorun.errors import UserError
 VOCAB_MULTIPLE = 64
 REFERENCE_BATCH = 2**19  # tokens; the learning rates below were tuned at this batch size ...
 REFERENCE_DEPTH = 12  # ... for a model of this depth
-NORM_EPSILON = (
-    2.0**-23
-)  # fp32's; named everywhere, since torch's default depends on dtype, device and version
+# fp32's; named everywhere, since torch's default depends on dtype, device and version
+NORM_EPSILON = 2.0**-23
 MAX_WEIGHT_DECAY = 1.0  # the scaling rule was fitted to real models and diverges for tiny ones
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
 
@@ -218,15 +218,8 @@ _RECIPE_FIELDS = frozenset(
 )
 
 
-# Fields of config.json that earlier versions wrote under another name.
+# Fields of config.json that earlier versions wrote under another name, besides matrix_rate for matrix_lr etc.
 _RENAMED_FIELDS = {
-    "matrix_rate": "matrix_lr",
-    "embedding_rate": "embedding_lr",
-    "value_embedding_rate": "value_embedding_lr",
-    "head_rate": "head_lr",
-    "lambda_rate": "lambda_lr",
-    "mu_rate": "mu_lr",
-    "gate_rate": "gate_lr",
     "final_rate": "final_lr_fraction",
     "matrix_decay": "matrix_weight_decay",
     "clip": "max_grad_norm",
@@ -236,7 +229,7 @@ _RENAMED_FIELDS = {
 def _build(part: str, kind: type, record: Any) -> Any:
     if not isinstance(record, Mapping):
         raise UserError(f"The configuration's {part} is {_shown(record)}: it must hold settings by name.")
-    record = {_RENAMED_FIELDS.get(name, name): value for name, value in record.items()}
+    record = {_RENAMED_FIELDS.get(k, re.sub("_rate$", "_lr", k)): value for k, value in record.items()}
     hints = get_type_hints(kind)
     unknown = sorted(str(name) for name in set(record) - set(hints))
     if unknown:

@@ -33,10 +33,8 @@ RATES = {
 }
 WIDE_RATES = (790, 1450, 1450)  # where it is wider: nearer to a square's
 BANDWIDTH = 4.26e12  # bytes a second, of a copy on the device
-ATTENTION_NS = {
-    "short": 2.90,
-    "long": 4.17,
-}  # a token and head of 128, both ways, FlashAttention-4, context 2,048
+# A token and head of 128, both ways, FlashAttention-4, context 2,048.
+ATTENTION_NS = {"short": 2.90, "long": 4.17}
 MUON_TFLOPS = 600
 CHUNK_TOKENS = 8_192  # of the loss
 LOOK = 2 / 8  # bytes read of a number in a gradient for its scale: of every eighth row (model/kernels/fp8)

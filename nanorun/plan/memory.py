@@ -46,11 +46,7 @@ _MICRO_TOKENS = {"cuda": 65_536, "mps": 32_768, "cpu": 4_096}
 _LAST_LAYER_BYTES = 22
 _STACK_COPIES = 6.6  # copies of a stack at the peak of its update (benchmarks/fake_gpu.py, d40)
 _RESERVE_GB = 1.0  # CUDA's context, libraries' workspaces
-_USABLE = {
-    "cuda": 0.94,
-    "mps": 0.6,
-    "cpu": 0.6,
-}  # of the rest: fragmentation, and other programs on the machine
+_USABLE = {"cuda": 0.94, "mps": 0.6, "cpu": 0.6}  # of the rest: fragmentation, other programs on the machine
 _MAX_ROWS = 4096
 _MAX_DEPTH = 256
 

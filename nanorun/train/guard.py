@@ -11,7 +11,7 @@ run ends with the likely causes. The guard sees two numbers a step: it does not 
 damage smaller than its thresholds.
 
 `ThroughputMonitor` compares the run with itself: when tokens per second stay well below the run's own median, it warns
-once, with the likeliest cause among those it can observe.
+once, with what it can observe of the cause: time spent waiting for data, the GPU's clock, the load.
 """
 
 import math
@@ -19,14 +19,15 @@ import os
 import signal
 import statistics
 import struct
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any, Literal, Self
+
+import torch
 
 from nanorun import console
 from nanorun.errors import UserError
@@ -240,26 +241,15 @@ class LossScaler:
             self.scale, self._good_steps = state["scale"], state["good"]
 
 
-@dataclass(frozen=True)
-class MachineState:
-    """What can be observed of the machine; None where it cannot be."""
-
-    load: float | None = None  # average number of runnable processes, last minute
-    cores: int = 1
-    clock_mhz: float | None = None
-    temperature: float | None = None
-
-
-def read_machine_state() -> MachineState:
-    load = clock = temperature = None
+def describe_machine() -> str:
+    """What slows a run down, as far as it can be observed: other processes, a throttled GPU."""
+    facts = []
     with suppress(OSError, AttributeError):
-        load = os.getloadavg()[0]
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+        facts.append(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if torch.cuda.is_initialized():
         with suppress(Exception):  # these need pynvml and a driver that answers
-            clock = float(torch.cuda.clock_rate())
-            temperature = float(torch.cuda.temperature())
-    return MachineState(load, os.cpu_count() or 1, clock, temperature)
+            facts.append(f"GPU at {torch.cuda.clock_rate()} MHz and {torch.cuda.temperature()} °C")
+    return ", ".join(facts)
 
 
 class ThroughputMonitor:
@@ -274,22 +264,19 @@ class ThroughputMonitor:
         *,
         min_fraction: float = 0.85,  # of the run's own median; below it a step is slow
         steps_between_warnings: int = 500,
-        read_machine: Callable[[], MachineState] = read_machine_state,
     ) -> None:
         self.min_fraction, self.steps_between_warnings = min_fraction, steps_between_warnings
-        self._read_machine = read_machine
         self._speeds: deque[float] = deque(maxlen=self.WINDOW)
         self._data_waits: deque[float] = deque(maxlen=self.WINDOW)  # fraction of each step
         self._steps = self._slow_steps = self._quiet_until = 0
-        self._at_start: MachineState | None = None
+        self._at_start = ""
 
     def record(self, tokens: int, seconds: float, data_wait: float = 0.0) -> str | None:
         """`data_wait` is the part of `seconds` spent waiting for data."""
         self._steps += 1
         if self._steps <= self.IGNORED_STEPS or seconds <= 0:
             return None
-        if self._at_start is None:
-            self._at_start = self._read_machine()
+        self._at_start = self._at_start or describe_machine()
         speed = tokens / seconds
         median = statistics.median(self._speeds) if len(self._speeds) >= 2 * self.SLOW_STEPS else None
         self._speeds.append(speed)
@@ -300,27 +287,12 @@ class ThroughputMonitor:
             return None
         self._quiet_until = self._steps + self.steps_between_warnings
         recent = statistics.median(list(self._speeds)[-self.SLOW_STEPS :])
+        waits = list(self._data_waits)
+        wait_now, wait_before = (
+            statistics.median(part) for part in (waits[-self.SLOW_STEPS :], waits[: -self.SLOW_STEPS])
+        )
         return (
             f"Throughput dropped to {console.count(recent)} tokens/s, {recent / median:.0%} of the median "
-            f"{console.count(median)}; {self._likely_cause(1 - recent / median)}."
+            f"{console.count(median)}. Waiting for data: {wait_now:.0%} of each step, before {wait_before:.0%}. "
+            f"The machine: {describe_machine()}; at the start: {self._at_start}. top and nvidia-smi show more."
         )
-
-    def _likely_cause(self, lost: float) -> str:
-        now, before = self._read_machine(), self._at_start or MachineState()
-        waits = list(self._data_waits)
-        recent = statistics.median(waits[-self.SLOW_STEPS :])
-        earlier = statistics.median(waits[: -self.SLOW_STEPS])
-        if recent - earlier > lost / 2:
-            return (
-                f"{recent:.0%} of each step is spent waiting for data, before {earlier:.0%}: the disk is slow or the "
-                "cores that prepare batches are busy"
-            )
-        if now.clock_mhz and before.clock_mhz and now.clock_mhz < 0.9 * before.clock_mhz:
-            heat = f" at {now.temperature:.0f} °C" if now.temperature is not None else ""
-            return (
-                f"the GPU runs at {now.clock_mhz:.0f} MHz{heat}, before at {before.clock_mhz:.0f}: it is throttled by "
-                "heat or its power limit"
-            )
-        if now.load and now.load > now.cores and now.load > (before.load or 0) + now.cores / 4:
-            return f"other processes compete for the cores (load {now.load:.1f} on {now.cores} cores)"
-        return "no cause is visible from here: look for other work on this machine with top and nvidia-smi"

@@ -73,9 +73,7 @@ class Training:
     config: Config
     run: Run
     model: GPT
-    forward: Callable[
-        ..., Tensor
-    ]  # the training loss: of the model or its fast path, compiled where that pays
+    forward: Callable[..., Tensor]  # the loss of the model or its fast path, compiled where that pays
     optimizer: Optimizer
     loader: BatchSource
     evaluate: Callable[[], Evaluation]

@@ -101,9 +101,7 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
     with Run.open(name, record, fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
-            run.rewind_metrics(
-                0
-            )  # a session that was killed before its first checkpoint may have logged steps
+            run.rewind_metrics(0)  # what a session logged that was killed before its first checkpoint
         if (summary := base.finished_summary(run, found, steps=0)) is not None:
             return summary  # with any number of steps: epochs may end early, after a rollback
         start = Parent(newest_checkpoint(parent), sft.warm) if found is None else None
@@ -141,9 +139,7 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
         save_every=sft.save_every or parent.train.save_every,
         eval_every=-(-steps // EVALUATIONS) if sft.eval_every is None else sft.eval_every,
     )
-    lr_fraction = (
-        LR_FRACTION if parent.kind == "base" else 1.0
-    )  # midtraining has applied the fraction already
+    lr_fraction = LR_FRACTION if parent.kind == "base" else 1.0  # midtraining has applied it already
     lr_fraction *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
     return replace(
         parent,

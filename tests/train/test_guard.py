@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from nanorun.errors import UserError
 from nanorun.train.guard import (
     LossScaler,
-    MachineState,
     StopSignals,
     ThroughputMonitor,
     TrainingGuard,
-    read_machine_state,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -241,51 +239,30 @@ TYPICAL = [1000.0, 990.0, 1010.0] * 20
 
 
 def test_throughput_that_stays_low_is_reported_once():
-    watch = ThroughputMonitor(read_machine=MachineState)
+    watch = ThroughputMonitor()
     assert record(watch, TYPICAL) == []
     assert record(watch, [100.0, 1000.0] * 20) == [], "single slow steps are nothing"
     assert record(watch, [800.0] * 4) == []
     (line,) = record(watch, [800.0] * 20)
     assert "800 tokens/s, 80% of the median" in line
-    assert "no cause is visible" in line
 
 
 def test_the_first_steps_and_small_losses_are_nothing():
-    watch = ThroughputMonitor(read_machine=MachineState)
+    watch = ThroughputMonitor()
     assert record(watch, [1e6] * 10 + TYPICAL + [900.0] * 50) == []
 
 
 def test_a_warning_comes_again_after_a_while():
-    watch = ThroughputMonitor(read_machine=MachineState, steps_between_warnings=30)
+    watch = ThroughputMonitor(steps_between_warnings=30)
     assert len(record(watch, TYPICAL + [500.0] * 40)) == 2
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "waiting", "cause"),
-    [
-        (MachineState(), MachineState(), 0.5, "50% of each step is spent waiting for data, before 0%"),
-        (
-            MachineState(clock_mhz=1980),
-            MachineState(clock_mhz=1200, temperature=88),
-            0,
-            "1200 MHz at 88 °C, before",
-        ),
-        (MachineState(load=2, cores=8), MachineState(load=14.2, cores=8), 0, "load 14.2 on 8 cores"),
-        (MachineState(load=8.5, cores=8), MachineState(load=8.6, cores=8), 0, "no cause is visible"),
-    ],
-)
-def test_the_likely_cause_is_named(before, now, waiting, cause):
-    views = iter([before, now])
-    watch = ThroughputMonitor(read_machine=lambda: next(views))
+def test_a_warning_reports_what_can_be_observed_of_the_cause():
+    watch = ThroughputMonitor()
     assert record(watch, TYPICAL) == []
-    (line,) = record(watch, [500.0] * 10, waiting)
-    assert cause in line
-
-
-def test_the_machine_state_can_be_read_anywhere():
-    machine = read_machine_state()
-    assert machine.cores == os.cpu_count()
-    assert machine.load is not None
+    (line,) = record(watch, [500.0] * 10, waiting=0.5)
+    assert "Waiting for data: 50% of each step, before 0%" in line
+    assert line.count(f"on {os.cpu_count()} cores") == 2, "the load now and at the start"
 
 
 @given(
