@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,24 +46,15 @@ MODEL, OPTIMIZER, STATE, CHECKSUMS = (
     "checksums.json",
 )
 FILES = (MODEL, OPTIMIZER, STATE)
-_CHUNK = 16 << 20
 _OVERHEAD = 1 << 20  # headers, checksums and file system blocks
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
+_DTYPES: dict[torch.dtype, str] = {  # their names in safetensors
+    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)},
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 
@@ -318,20 +309,13 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
 def _write(path: Path, parts: Iterable[memoryview | bytes]) -> dict[str, Any]:
     """Writes and syncs one file, and returns its entry in checksums.json."""
     digest, written = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0) as file:
+    with open(path, "xb") as file:
         for part in parts:
-            for start in range(0, len(part), _CHUNK):
-                chunk = memoryview(part)[start : start + _CHUNK]
-                digest.update(chunk)
-                written += len(chunk)
-                _write_all(file, chunk)
+            digest.update(part)
+            written += file.write(part)
+        file.flush()
         os.fsync(file.fileno())
     return {"bytes": written, "sha256": digest.hexdigest()}
-
-
-def _write_all(file: IO[bytes], chunk: memoryview) -> None:
-    while chunk:
-        chunk = chunk[file.write(chunk) :]
 
 
 def _read_checksums(path: Path) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Literal, Self
 
 Unit = Literal["B", "tok", "doc", "file", "step", "question"]
@@ -114,9 +113,7 @@ class Progress:
                     ((when + away, done) for when, done in self._samples), maxlen=_MAX_SAMPLES
                 )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

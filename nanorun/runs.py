@@ -9,8 +9,6 @@
 The lock is `flock` on the open file, so the kernel releases it when its holder dies, however it dies. It excludes a
 second process on this machine, and on others where the file system supports flock across hosts (NFS does, some
 Lustre mounts do not: there a warning is printed and the run continues without a lock).
-
-Rank 0 owns the run. Other ranks open it with `lock=False`: they know the folder and write nothing.
 """
 
 import errno
@@ -27,7 +25,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from nanorun import console, home
@@ -51,18 +48,16 @@ class Run:
 
     def __init__(self, name: str, folder: Path, config: dict[str, Any], lock: IO[bytes] | None) -> None:
         self.name, self.folder, self.config = name, folder, config
-        self._lock = lock  # None: this process does not own the run
+        self._lock = lock  # None: a run that writes nothing, such as that of a benchmark
         self._metrics: int | None = None  # a file descriptor, opened by the first record
         self._synced_at = 0.0
 
     @classmethod
-    def open(cls, name: str, config: Mapping[str, Any], *, fresh: bool = False, lock: bool = True) -> "Run":
+    def open(cls, name: str, config: Mapping[str, Any], *, fresh: bool = False) -> "Run":
         """Starts the run, or resumes it if its folder exists and has the same config."""
         home.check_name(name, "run")
         folder = home.runs_dir() / name
         stored: dict[str, Any] = json.loads(json.dumps(config))  # as it reads back: tuples are lists
-        if not lock:
-            return cls(name, folder, stored, None)
         home.make_home()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -124,9 +119,6 @@ class Run:
             home.replace_file(path, b"".join(kept))
         return len(lines) - len(kept)
 
-    def read_metrics(self) -> Iterator[dict[str, Any]]:
-        return read_metrics(self.folder)
-
     def write_summary(self, record: Mapping[str, Any]) -> None:
         if self._lock is not None:
             write_json(self.folder / SUMMARY, _to_json(record))
@@ -140,9 +132,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _sync(self) -> None:
@@ -163,7 +153,6 @@ class RunInfo:
     kind: str | None  # config's "kind": base, sft or rl
     modified: float  # when something was last written, in seconds since 1970
     checkpoint: int | None  # the newest one's step
-    finished: bool
     config_error: str = ""  # what is wrong with its config.json
 
 
@@ -178,8 +167,7 @@ def list_runs() -> list[RunInfo]:
             config_error = str(error)
         steps = [int(entry.name) for entry in folder.glob(f"{CHECKPOINTS}/*") if entry.name.isdecimal()]
         modified = max(f.stat().st_mtime for f in (path, folder / METRICS, folder / SUMMARY) if f.exists())
-        finished = (folder / SUMMARY).exists()
-        found.append(RunInfo(folder.name, kind, modified, max(steps, default=None), finished, config_error))
+        found.append(RunInfo(folder.name, kind, modified, max(steps, default=None), config_error))
     return sorted(found, key=lambda run: (-run.modified, run.name))
 
 
@@ -201,10 +189,6 @@ def loadable_runs() -> list[RunInfo]:
 def runs_for_chat() -> list[str]:
     """The runs to chat with, the default first: chat models from the newest, then base models from the newest."""
     return [run.name for run in sorted(loadable_runs(), key=lambda run: run.kind not in CHAT_KINDS)]
-
-
-def default_chat_run() -> str | None:
-    return next(iter(runs_for_chat()), None)
 
 
 def read_config(name: str) -> dict[str, Any]:

@@ -190,7 +190,6 @@ def test_a_plan_is_compared_with_the_measured_run(none):
     assert rows["tokens/s"]["ratio"] == pytest.approx(600_000 / record["tokens_per_s"])
     assert rows["MFU"] == {"what": "MFU", "planned": record["mfu_assumed"], "happened": None, "ratio": None}
     assert rows["peak memory, GB"]["planned"] == record["memory_gb"]["total"]
-    assert [row["ratio"] for row in compare_with_plan({}, {})] == [None] * 4
 
 
 def test_gpus_are_found_by_the_names_of_users_and_of_torch():

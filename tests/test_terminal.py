@@ -28,7 +28,7 @@ from nanorun.chat.screen import Wrap, cells, visible
 from nanorun.infer.engine import Settings
 from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Sampling
-from nanorun.runs import default_chat_run
+from nanorun.runs import runs_for_chat
 from nanorun.text.chat import render
 from nanorun.tools.sandbox import Sandbox, SandboxUnavailable
 
@@ -121,9 +121,9 @@ def test_a_base_model_continues_the_text_and_says_so_on_stderr(trained):
 
 
 def test_the_default_is_the_newest_chat_model_or_else_the_newest_base_model(talkers):
-    assert default_chat_run() == "talker", "though the base model is newer"
+    assert runs_for_chat()[0] == "talker", "though the base model is newer"
     shutil.rmtree(talkers / "runs" / "talker")
-    assert default_chat_run() == "writer"
+    assert runs_for_chat()[0] == "writer"
 
 
 def test_a_damaged_model_is_skipped_and_named(talkers):

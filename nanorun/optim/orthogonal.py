@@ -1,10 +1,10 @@
 """Orthogonalization: keep a matrix's singular directions and make all singular values (nearly) 1.
 
-Write a matrix as U·S·Vᵀ. Its polar factor U·Vᵀ is the nearest matrix whose singular values are all 1; `polar_svd`
-computes it exactly and slowly. The two fast methods never factor anything. An odd polynomial a·x + b·x³ + c·x⁵ of a
-matrix, evaluated as a·X + (b·A + c·A²)·X with A = X·Xᵀ, acts on each singular value by itself and leaves U and V
-unchanged. So a few polynomials that push every number in (0, 1] towards 1 orthogonalize a matrix with nothing but
-GEMMs, which GPUs do best.
+Write a matrix as U·S·Vᵀ. Its polar factor U·Vᵀ is the nearest matrix whose singular values are all 1. A singular
+value decomposition computes it exactly and slowly. The two fast methods never factor anything. An odd polynomial
+a·x + b·x³ + c·x⁵ of a matrix, evaluated as a·X + (b·A + c·A²)·X with A = X·Xᵀ, acts on each singular value by itself
+and leaves U and V unchanged. So a few polynomials that push every number in (0, 1] towards 1 orthogonalize a matrix
+with nothing but GEMMs, which GPUs do best.
 
     newton_schulz   One polynomial, five times. Singular values end between 0.68 and 1.21 if they began above
                     0.002 of the matrix's Frobenius norm.
@@ -32,13 +32,6 @@ POLYNOMIALS = {
 # The polynomials of Polar Express grow fast above 1, so rounding to bf16, by up to 0.4% an entry, must not push a
 # singular value above it: the norm is divided by this much more.
 MARGINS = {"newton_schulz": 1.0, "polar_express": 1.02}
-
-
-def polar_svd(x: Tensor) -> Tensor:
-    """The exact polar factor U·Vᵀ of each matrix: the reference for the fast methods."""
-    u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    polar: Tensor = u @ vt
-    return polar
 
 
 def orthogonalize(x: Tensor, method: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -132,20 +132,12 @@ def _advice(plan: TrainingPlan) -> list[str]:
 
 
 def compare_with_plan(plan: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Planned and measured figures, for the report after a run; what is missing on either side is None.
-
-    `plan` is a `plan_record`; `summary` may have minutes (or seconds), tokens_per_s, mfu and peak_gib
-    (or memory_gib).
-    """
-    minutes = summary.get("minutes")
-    if minutes is None and summary.get("seconds") is not None:
-        minutes = summary["seconds"] / 60
-    memory = plan.get("memory_gb") or {}
+    """Figures of a `plan_record` beside those of the run's summary, where a figure may be None."""
     pairs = {
-        "minutes": (plan.get("minutes"), minutes),
-        "tokens/s": (plan.get("tokens_per_s"), summary.get("tokens_per_s")),
-        "MFU": (plan.get("mfu_assumed"), summary.get("mfu")),
-        "peak memory, GB": (memory.get("total"), summary.get("peak_gib", summary.get("memory_gib"))),
+        "minutes": (plan["minutes"], summary["seconds"] / 60),
+        "tokens/s": (plan["tokens_per_s"], summary["tokens_per_s"]),
+        "MFU": (plan["mfu_assumed"], summary["mfu"]),
+        "peak memory, GB": (plan["memory_gb"]["total"], summary["peak_gib"]),
     }
     return [
         {

@@ -31,7 +31,7 @@ from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.schedules import ScheduledHyperparameters
-from nanorun.runs import Run
+from nanorun.runs import Run, read_metrics
 from nanorun.train.graphed import GraphedMicroStep
 from nanorun.train.guard import LossScaler, StepVerdict, StopSignals, ThroughputMonitor, TrainingGuard
 from nanorun.train.track import Tracker
@@ -267,7 +267,7 @@ def evaluations_due(t: Training, ended: bool = False) -> list[Kind]:
 
 
 def evaluated(t: Training, kind: Kind) -> bool:
-    return any(r["kind"] == kind and r["step"] == t.step for r in t.run.read_metrics())
+    return any(r["kind"] == kind and r["step"] == t.step for r in read_metrics(t.run.folder))
 
 
 def log_evaluation(t: Training, kind: Kind = "eval") -> Evaluation:
