@@ -1,29 +1,14 @@
-"""Small models for these tests; and Triton's interpreter, where it runs kernels, with the numpy that is pinned."""
-
-import os
+"""Small models for these tests."""
 
 import pytest
 import torch
+from interpreter import accept_array_loop_bounds
 from small_models import byte_tokenizer, taught
 
 from nanorun.model.gpt import GPT
 from nanorun.text.tokenizer import Tokenizer
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        interpreter = None
-
-    if interpreter is not None:
-        patch = interpreter._patch_lang_tensor
-
-        def patch_for_numpy_2_4(tensor, scope):
-            """Loop bounds are arrays of one element, which numpy no longer takes for numbers by itself."""
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-        interpreter._patch_lang_tensor = patch_for_numpy_2_4
+accept_array_loop_bounds()
 
 
 @pytest.fixture(autouse=True, scope="session")

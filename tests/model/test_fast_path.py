@@ -181,7 +181,7 @@ def test_gradients_of_tables_that_accumulate_in_place_are_those_of_autograd_and_
     truth = parameters_of(paths[0])
     for name, param in parameters_of(paths[1]).items():
         if "embed" in name:
-            assert relative_error(param.grad, truth[name].grad) < 0.02, name
+            assert relative_error(param.grad, truth[name].grad) < 0.05, name
     paths[1].refresh()
     assert paths[1].model.embed.weight.grad.eq(0).all()
 
