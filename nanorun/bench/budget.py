@@ -172,10 +172,10 @@ def measure(t: loop.Training) -> dict[str, Any]:
         for batch in batches:
             inputs = to_device(batch, t.device, t.config.model.document_mask)
             if t.graphed is not None:
-                total += t.graphed(*inputs, trained, t.scale.scale)
+                total += t.graphed(*inputs, trained, t.loss_scaler.scale)
             else:
                 loss = t.forward(*inputs) / trained
-                (loss * t.scale.scale).backward()
+                (loss * t.loss_scaler.scale).backward()
                 total += loss.detach()
         torch.cuda.synchronize()
         wall_us = 1e6 * (time.perf_counter() - begin)

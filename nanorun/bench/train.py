@@ -64,7 +64,7 @@ def _measure(config: Config, options: BaseOptions, steps: int) -> dict[str, Any]
             # Off CUDA a step may take hours, so progress advances with each micro-batch.
             by_micro_batch = training.device.type != "cuda"
             if by_micro_batch:
-                training.pulse = bar.advance
+                training.on_micro_batch = bar.advance
             first, startup = timed_first_step(training, start)
             bar.advance(0 if by_micro_batch else tokens)
             bar.note(f"first step after {seconds(startup['total'])}")
@@ -148,15 +148,17 @@ def print_first_step(request: dict[str, Any]) -> None:
 def timed_first_step(training: loop.Training, start: float) -> tuple[loop.Step, dict[str, float]]:
     """The first step, and the seconds since `start` by part: `total` and what it is made of."""
     times = [start, time.perf_counter()]
-    pulse = training.pulse
+    on_micro_batch = training.on_micro_batch
 
     def timed_pulse(tokens: int) -> None:
         times.append(time.perf_counter())
-        pulse(tokens)
+        on_micro_batch(tokens)
 
-    training.pulse = timed_pulse  # after each micro-batch: the first compiles, and the host waits for that
+    training.on_micro_batch = (
+        timed_pulse  # after each micro-batch: the first compiles, and the host waits for that
+    )
     step = loop.train_step(training)
-    training.pulse = pulse
+    training.on_micro_batch = on_micro_batch
     times.append(time.perf_counter())
     ends = {"assemble": times[1], "first_micro": times[2], "other_micros": times[-2], "update": times[-1]}
     previous, parts = start, {}

@@ -1,20 +1,19 @@
-"""Compiling a model, and not compiling it again.
+"""torch.compile for the model, with compile caches that survive a restart.
 
-torch keeps what it compiled on disk, in three layers: graphs as autograd split them, kernels as Inductor wrote
-them, and what Triton made of those. Two settings are ours. The first layer passes over every graph with a
-hand-written backward pass, as all of ours have, unless told otherwise; traced anew, a warm start costs most of
-what a cold one does. And since it does not look into operators, the text of our own model is made part of its
-key: whoever edits a kernel's gradient does not meet the graph from before. It stands in the environment, too, since
-torch's compile workers are processes of their own, and what they tune is looked up under that key. (With the key in
-one place only, every start timed 170 ways to run the optimizer's kernels again: 5 seconds.)
+torch caches compiled code on disk in three layers: AOTAutograd's graphs, Inductor's kernels, and Triton's binaries. Two
+settings are needed. AOTAutograd's cache bypasses every graph that contains a custom autograd.Function, as all of ours
+do, unless told otherwise; without it a warm start costs almost as much as a cold one. And since the cache does not look
+into custom operators, a digest of the source of nanorun/model is part of its key: an edited kernel never meets a stale
+graph. The key is set in the environment as well, because torch's compile workers are processes of their own, and
+autotuning results are looked up under it. (With the key in one place only, every start autotuned the optimizer's
+kernels again: 170 configurations, 5 seconds.)
 
-What precedes the first layer is tracing: torch reads the model's Python, at every start. It is quick where it finds
-operators and slow where it finds gradients written by hand, so those are marked (`kernels.opaque_to_dynamo`) and
-passed over; autograd follows them later, and its work is kept on disk.
+Tracing precedes these caches and runs at every start. It is fast for operators and slow for hand-written gradients, so
+functions that wrap one are marked (`kernels.opaque_to_dynamo`) and not traced by Dynamo; AOTAutograd traces them later,
+and its result is cached.
 
-And one thing is mended. When torch 2.11 meets an operator for the first time it describes it for its log, whether
-anybody reads that or not: its inputs, their inputs, and so on back to the tokens, once for every way there. At the end
-of twelve layers that text is never done. (2.13 is quick.)
+torch 2.11 has one defect that is patched here: for each operator it formats a description for its log, needed or not,
+including all inputs recursively. The text grows exponentially with depth and never completes for a d12.
 """
 
 import functools
@@ -32,7 +31,7 @@ KEY = "TORCH_COMPILE_CACHE_KEY_TAG"
 
 
 def compiled(model: nn.Module) -> Callable[..., Tensor]:
-    """The model, compiled for each shape it meets, when it meets it."""
+    """The model, compiled once per input shape, at the first call with that shape."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 

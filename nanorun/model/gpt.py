@@ -14,10 +14,10 @@
   subtracts part of the residual stream at mid-depth from its end: features that only later layers read need not
   reach the head.
 
-This file is the whole architecture, in plain PyTorch. Training, evaluation, prefill and plain decoding all run
-`GPT.trunk`; how queries attend to keys is a callback, so that a batch of rows, a KV cache and a fused kernel can
-share it. The faster ways to compute the same function live elsewhere and say which fields of the configuration
-they do not support: model/fast/ for training, infer/kernels/ for decoding.
+This file is the whole architecture, in plain PyTorch. Plain training, evaluation, prefill and plain decoding all run
+`GPT.trunk`; how queries attend to keys is a callback, so that a batch of rows, a KV cache and a fused kernel can share
+it. On a CUDA GPU with Triton two faster implementations of the same function take over, and name the fields of the
+configuration that they do not support: model/fast/path.py trains, infer/kernels/ decodes.
 
 Weights are fp32 master weights; activations are in the dtype given to `GPT`, and weights are cast where they are
 used. The model knows nothing of ranks, files or optimizers.

@@ -1,17 +1,17 @@
 """The language-model loss, from the last hidden states to one number, without ever holding all logits.
 
-The head turns each hidden state into one logit per word of the vocabulary: z = x·Wᵀ. Three ideas follow.
+The head turns each hidden state into one logit per token of the vocabulary: z = x·Wᵀ. Three ideas follow.
 
 Softcap. Logits become c = softcap·tanh(z/softcap), so none is ever past ±softcap. It keeps the head from
 growing without end. And since c is bounded, exp(c) can neither overflow nor vanish in float32: the sum
 Σ exp(c) needs no maximum subtracted, which saves a pass over the logits. Without a softcap (or with one too
 large for that) the maximum is subtracted as usual.
 
-Chunks. A micro-batch of 65,536 tokens and 32,768 words has 2³¹ logits: 4 GiB in bf16, 8 in float32, and
+Chunks. A micro-batch of 65,536 tokens and a vocabulary of 32,768 has 2³¹ logits: 4 GiB in bf16, 8 in float32, and
 autograd would keep both for the backward pass. Tokens do not see each other in the loss, so `chunked_loss`
-takes some rows at a time and forgets their logits before the next.
+takes some rows at a time and frees their logits before the next.
 
-Gradients in the forward pass. The backward pass would need the forgotten logits again, at the price of one
+Gradients in the forward pass. The backward pass would need the freed logits again, at the price of one
 more matmul. But the loss is a sum: its gradient dz = (softmax(c) - onehot)·(1 - tanh²) is known as soon as
 the logits are, up to one factor that comes from above. So each chunk gives its share of dx = dz·W and of
 dW = dzᵀ·x at once, dx and dW are what is kept (N·D and V·D numbers, not N·V), and the backward pass only
@@ -22,7 +22,7 @@ read to sum exp(c), read again (still in cache) and replaced by dz. So the code 
 branches on data: the one-hot is a comparison with the column's number, an ignored target never equals
 one, and padding columns of the vocabulary are -inf before the exponential.
 
-`plain_loss` is the slow truth. Not covered: gradients of gradients, and a target past the vocabulary, which
+`plain_loss` is the reference. Not covered: gradients of gradients, and a target past the vocabulary, which
 is an error in `plain_loss` but may read a padding column in `chunked_loss`.
 """
 
@@ -44,13 +44,13 @@ ChunkLoss = Callable[[Tensor, Tensor, float | None, int, bool], tuple[Tensor, Te
 # Σ exp(c) over a vocabulary of 2¹⁷ stays below float32's 3e38 = e⁸⁸, and exp(-c) above its 1e-38 = e⁻⁸⁷.
 LARGEST_UNSHIFTED_SOFTCAP = 75.0
 
-# How many logits a chunk holds. Each chunk reads and writes all of dW once, so on a GPU chunks are as large as
-# is comfortable: 2²⁸ logits are half a GiB in bf16, and 8,192 rows of a 32,768-word vocabulary, where dW at
-# 768 wide costs some 3% of a chunk (reckoned from an H200's bandwidth, not measured). Elsewhere the code often
+# How many logits a chunk holds. Each chunk reads and writes all of dW once, so on a GPU chunks are large:
+# 2²⁸ logits are half a GiB in bf16, and 8,192 rows of a vocabulary of 32,768, where dW at
+# 768 wide costs some 3% of a chunk (estimated from an H200's bandwidth, not measured). Elsewhere the code often
 # runs uncompiled, with several float32 copies of the chunk at once (128 MiB each), so chunks are smaller.
 CHUNK_LOGITS_GPU = 2**28
 CHUNK_LOGITS = 2**25
-CHUNK_MULTIPLE = 128  # rows; what matmul kernels like
+CHUNK_MULTIPLE = 128  # rows; the tile size of matmul kernels
 
 
 def plain_loss(

@@ -286,7 +286,7 @@ def assemble(
         exam=material.exam,
         micro_steps=per_step // rows,
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
-        scale=LossScaler(dtype == torch.float16),
+        loss_scaler=LossScaler(dtype == torch.float16),
         tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,
         fast=fast,
         graphed=GraphedMicroStep(forward, model, optimizer.params) if compiled and options.graphs else None,

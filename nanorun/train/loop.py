@@ -36,7 +36,7 @@ from nanorun.train.graphed import GraphedMicroStep
 from nanorun.train.guard import LossScaler, StepVerdict, StopSignals, ThroughputMonitor, TrainingGuard
 from nanorun.train.track import Tracker
 
-Kind = Literal["eval", "chat"]  # of what is measured on the way
+Kind = Literal["eval", "chat"]  # of an evaluation during training
 
 
 class BatchSource(AbstractContextManager[Any], Protocol):
@@ -55,12 +55,12 @@ class BatchSource(AbstractContextManager[Any], Protocol):
 class Evaluation(Protocol):
     def figures(self) -> dict[str, Any]: ...  # for the log
 
-    def sentence(self) -> str: ...  # for the person
+    def sentence(self) -> str: ...  # for the progress bar
 
 
 @dataclass(frozen=True)
 class Exam:
-    """Questions to the model on the way, beside the evaluation."""
+    """A chat evaluation during training, besides the validation loss."""
 
     every: int  # steps, and at the end
     ask: Callable[[GPT], Evaluation]
@@ -82,13 +82,13 @@ class Training:
     micro_steps: int = 1  # batches of the loader that make one step
     peak_flops: float | None = None  # of the device, for MFU
     guard: TrainingGuard = field(default_factory=TrainingGuard)
-    scale: LossScaler = field(default_factory=lambda: LossScaler(False))
-    watch: ThroughputMonitor = field(default_factory=ThroughputMonitor)
+    loss_scaler: LossScaler = field(default_factory=lambda: LossScaler(False))
+    throughput: ThroughputMonitor = field(default_factory=ThroughputMonitor)
     unit: Literal["tok", "step"] = "tok"  # of the progress bar
-    position: dict[str, Any] = field(default_factory=dict)  # of the loader, behind the last whole step
-    stop: Callable[[], object] = lambda: False  # asked between micro-batches
-    pulse: Callable[[int], object] = lambda tokens: None  # told of each micro-batch
-    step: int = 0  # updates done
+    position: dict[str, Any] = field(default_factory=dict)  # of the loader, after the last complete step
+    should_stop: Callable[[], object] = lambda: False  # called before each micro-batch
+    on_micro_batch: Callable[[int], object] = lambda tokens: None  # called after each micro-batch
+    step: int = 0  # completed updates
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
     tracker: Tracker | None = None
@@ -116,23 +116,23 @@ class Step:
     seconds: float
     waited: float  # of them, for data
     verdict: StepVerdict
-    rate: float
+    lr_scale: float  # of the schedule, 1 at the peak
     figures: Mapping[str, Any] = field(default_factory=dict)  # more for the log
     note: str = ""  # for the progress bar
-    read: int | None = None  # tokens, trained or not (padding, what others say); None: as many as trained
+    read: int | None = None  # input tokens, trained or not (padding, user messages); None: as many as trained
 
     @property
     def passed(self) -> int:
-        """Tokens that went through the model: what speed is measured by."""
+        """Tokens that went through the model, which throughput is measured by."""
         return self.tokens if self.read is None else self.read
 
 
 class OutOfData(Exception):
-    """Every epoch that was asked for is done."""
+    """All epochs are done."""
 
 
 class Abandoned(Exception):
-    """The step was left in the middle, on request. Nothing of it counts: it will be done again, from its start."""
+    """The step was interrupted by a stop request. It has no effect and will run again from its start."""
 
 
 def train_step(t: Training) -> Step:
@@ -147,16 +147,16 @@ def train_step(t: Training) -> Step:
 
     total = torch.zeros((), device=t.device)
     for batch in batches:
-        if t.stop():
+        if t.should_stop():
             raise Abandoned
         tokens, targets, docs = to_device(batch, t.device, t.config.model.document_mask)
         if t.graphed is not None:  # the two lines below, captured as a CUDA graph
-            loss = t.graphed(tokens, targets, docs, trained, t.scale.scale)
+            loss = t.graphed(tokens, targets, docs, trained, t.loss_scaler.scale)
         else:
             loss = t.forward(tokens, targets, docs) / trained
-            (loss * t.scale.scale).backward()
+            (loss * t.loss_scaler.scale).backward()
         total += loss.detach()
-        t.pulse(batch.inputs.numel())
+        t.on_micro_batch(batch.inputs.numel())
     loss_now, norm_now, verdict = update(t, total, hyperparameters)
     t.step += 1
     t.tokens += trained
@@ -170,8 +170,8 @@ def train_step(t: Training) -> Step:
 def update(
     t: Training, loss: Tensor, hyperparameters: ScheduledHyperparameters
 ) -> tuple[float, float, StepVerdict]:
-    """One update by the gradients at hand, unless they or the loss look wrong: loss, norm, and which it was."""
-    norm = t.optimizer.clip_grad_norm(t.config.optim.max_grad_norm, t.scale.scale)
+    """One optimizer update, unless loss or gradients look wrong. Returns loss, gradient norm and the verdict."""
+    norm = t.optimizer.clip_grad_norm(t.config.optim.max_grad_norm, t.loss_scaler.scale)
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(hyperparameters, apply_update=(loss <= largest_loss) & (norm <= largest_norm))
     t.optimizer.zero_grad(keep_buffers=t.graphed is not None)
@@ -179,17 +179,19 @@ def update(
         t.fast.refresh()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
-    overflow = t.scale.update(loss_now, norm_now)
+    overflow = t.loss_scaler.update(loss_now, norm_now)
     verdict: StepVerdict = "skip" if overflow else t.guard.check(loss_now, norm_now)
     if overflow:
-        t.guard.reason = f"gradients overflowed fp16; the loss is scaled by {t.scale.scale:g} from now on"
+        t.guard.reason = (
+            f"gradients overflowed fp16; the loss is scaled by {t.loss_scaler.scale:g} from now on"
+        )
     if verdict != "ok":
         t.optimizer.discard_step()
     return loss_now, norm_now, verdict
 
 
 def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bool:
-    """Steps until the end, saving and evaluating on the way. False when a signal stopped it (it is saved)."""
+    """Trains to the last step, saving and evaluating when due. Returns False when a signal stopped it, after saving."""
     train = t.config.train
     last_save = time.monotonic()
     size = 1 if t.unit == "step" else train.batch_tokens
@@ -198,24 +200,25 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
         for kind in evaluations_due(t) if t.step else ():
             if not evaluated(t, kind):
                 log_evaluation(t, kind)  # the last session was killed between saving and evaluating
-        t.stop = lambda: stop.requested
-        pulses = t.device.type != "cuda" and t.unit == "tok"  # on CUDA the host runs ahead of what is done
-        t.pulse = bar.advance if pulses else t.pulse
+        t.should_stop = lambda: stop.requested
+        # On CUDA the host runs ahead of the device, so progress advances with each step.
+        by_micro_batch = t.device.type != "cuda" and t.unit == "tok"
+        t.on_micro_batch = bar.advance if by_micro_batch else t.on_micro_batch
         while t.step < train.steps and not stop.requested:
             try:
                 step = take_step(t)
             except Abandoned:
                 break
-            except OutOfData:  # going back to a checkpoint gave steps back, and data is never used twice
+            except OutOfData:  # a rollback repeated steps, and data is never used twice
                 save(t)
                 for kind in evaluations_due(t, ended=True):
                     if not evaluated(t, kind):
                         log_evaluation(t, kind)
                 return True
             t.log(step_record(t, step))
-            advanced = 1 if t.unit == "step" else 0 if pulses else step.passed
+            advanced = 1 if t.unit == "step" else 0 if by_micro_batch else step.passed
             bar.advance(advanced, step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
-            if warning := t.watch.record(step.passed, step.seconds, step.waited):
+            if warning := t.throughput.record(step.passed, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
@@ -249,7 +252,7 @@ def step_record(t: Training, step: Step) -> dict[str, Any]:
         "tokens_per_s": round(speed, 1),
         "mfu": mfu,
         "memory_gib": memory and memory / 2**30,
-        "lr": step.rate,
+        "lr": step.lr_scale,
         "grad_norm": step.norm,
         "data_wait_s": round(step.waited, 4),
         "skipped": step.verdict != "ok",
@@ -285,7 +288,7 @@ def save(t: Training) -> None:
         "rows": t.loader.rows,
         "loader": t.position,
         "guard": t.guard.state_dict(),
-        "scale": t.scale.state_dict(),
+        "scale": t.loss_scaler.state_dict(),
         "recipe": t.recipe.to_dict(),
         "numerics": numerics(t),
     }
@@ -310,7 +313,7 @@ def restore(t: Training, found: checkpoint.Checkpoint) -> None:
     t.tokens, t.seconds = found.state["tokens"], found.state["seconds"]
     t.position = found.state["loader"]
     t.guard.load_state_dict(found.state["guard"])
-    t.scale.load_state_dict(found.state["scale"])
+    t.loss_scaler.load_state_dict(found.state["scale"])
     warn_about_numerics(t, found.state)
     t.run.rewind_metrics(found.step)
     say(f"resuming '{t.run.name}' from step {found.step} of {t.config.train.steps}")
@@ -357,13 +360,13 @@ def load_weights(t: Training, found: checkpoint.Checkpoint, with_optimizer: bool
 
 
 def roll_back(t: Training) -> bool:
-    """Back to the last good weights, and on with the data behind the trouble: the same would come again."""
+    """Restores the last checkpoint, and continues with the data after the bad steps, which would fail again."""
     found = checkpoint.load_newest(t.run.checkpoints)
     if found is None:
         say(f"step {t.step}: several bad steps in a row and no checkpoint yet; skipping them")
         return False
     say(
-        f"step {t.step}: several bad steps in a row; back to the weights of step {found.step}, past this data"
+        f"step {t.step}: several bad steps in a row; rolling back to step {found.step} and skipping this data"
     )
     load_weights(t, found)
     t.step = found.step

@@ -129,8 +129,8 @@ def assemble(
         source.evaluate,
         device,
         guard=TrainingGuard(norm_factor=1e4),  # gradients vary with the rewards: only an explosion is a fault
-        scale=LossScaler(dtype == torch.float16),
-        watch=ThroughputMonitor(min_fraction=0.0),  # reply lengths vary, and throughput with them
+        loss_scaler=LossScaler(dtype == torch.float16),
+        throughput=ThroughputMonitor(min_fraction=0.0),  # reply lengths vary, and throughput with them
         unit="step",
     )
     if found is not None:
@@ -232,7 +232,7 @@ def forward_backward(
                 kl=rl.kl,
             )
             loss = loss / sampled_tokens
-            (loss * t.scale.scale).backward()
+            (loss * t.loss_scaler.scale).backward()
             total += loss.detach()
             gap = (sampled_with - batch.logprobs).abs()
             sums[:3] += torch.stack([clipped.to(gap.dtype), divergence, gap.sum()])

@@ -159,7 +159,7 @@ def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
         return seen == 2 * t.micro_steps + 2
 
     with t.loader, t.run:
-        t.stop = stop_in_the_third_step
+        t.should_stop = stop_in_the_third_step
         loop.train_step(t)
         loop.train_step(t)
         with pytest.raises(loop.Abandoned):
@@ -348,7 +348,7 @@ def test_gradients_that_overflow_fp16_halve_the_scale_and_cost_one_step(world):
     t = base.assemble(
         config, Run.open("overflow", config.to_dict(), fresh=True), BaseOptions(dtype="fp16"), None
     )
-    t.scale.scale = 2.0**32
+    t.loss_scaler.scale = 2.0**32
     with t.loader, t.run:
         verdicts = [loop.train_step(t).verdict for _ in range(24)]
     assert verdicts[0] == "skip"

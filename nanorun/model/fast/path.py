@@ -28,7 +28,7 @@ from nanorun.model.gpt import GPT, norm, previous_in_rows
 from nanorun.model.kernels import embedding_grad, fp8, gemm, rope_norm
 from nanorun.model.kernels.embedding_grad.reference import add_gated_rows
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
-from nanorun.model.loss import chunked_loss
+from nanorun.model.loss import chunk_loss, chunked_loss
 
 SUPPORTED_FIELDS = frozenset(
     "depth dim heads kv_heads vocab_size context windows short_window mlp_ratio rope_base qk_gain softcap "
@@ -61,16 +61,15 @@ class FastPath(nn.Module):
         config, kv_dim = model.config, model.config.kv_heads * model.config.head_dim
         hidden, pingpong = config.mlp_ratio * config.dim, recipe.pingpong
 
-        def per_layer(
-            outputs: int, inputs: int, *, norms: bool = True, pingpong: bool = pingpong
-        ) -> nn.ModuleList:
-            return nn.ModuleList(
+        def per_layer(outputs: int, inputs: int, norms: bool = True) -> nn.ModuleList:
+            weights8 = (
                 fp8.Fp8Weight(outputs, inputs, norms=norms, pingpong=pingpong) for _ in range(config.depth)
             )
+            return nn.ModuleList(weights8)
 
         self.qkv8 = per_layer(config.dim + 2 * kv_dim, config.dim, norms=False) if recipe.fp8_layers else None
         self.up8 = per_layer(hidden, config.dim) if recipe.fp8_mlp else None
-        self.down8 = per_layer(config.dim, hidden, pingpong=False) if recipe.fp8_mlp else None
+        self.down8 = per_layer(config.dim, hidden) if recipe.fp8_mlp else None
         self.head8 = (
             fp8.Fp8Weight(config.padded_vocab, config.dim, norms=False, pingpong=pingpong)
             if recipe.fp8_head
@@ -83,17 +82,30 @@ class FastPath(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, docs: Tensor | None = None) -> Tensor:
         """`GPT.forward`: the loss, in nats, summed over all targets but -1."""
-        model, config = self.model, self.model.config
+        model, config, recipe = self.model, self.model.config, self.recipe
         cos, sin = (table.squeeze(-2) for table in model.rope(tokens, docs))
-        x = norm(self._lookup("embed", tokens))
+        if recipe.sparse_tables:
+            rows = embedding_grad.embedding_lookup(
+                model.embed.weight, self._grad("embed"), tokens, model.dtype
+            )
+        else:
+            rows = model.embed(tokens).to(model.dtype)
+        x = norm(rows)
         if config.smear:
             x = x + previous_in_rows(x, model.smear_share, docs)
         x0, middle, stream = x, x, ResidualStream(x)
+        if config.residual_scalars:
+            lambdas, mus = (p.detach().to(model.dtype).float() for p in (model.lambdas, model.mus))
         for i in range(config.depth):
             if config.residual_scalars:
                 stream = stream._replace(x0=x0, lambda_=model.lambdas[i], mu=model.mus[i])
-            inputs = (i, stream, tokens, cos, sin, docs, self._next_mix(i, x0))
-            if self.recipe.recompute:
+            next_mix = None  # what the epilogue of this block's down projection computes for the next block
+            if recipe.fused_residual and i not in (config.depth // 2, config.depth - 1):
+                next_mix = (
+                    NextMix(x0.detach(), lambdas[i + 1], mus[i + 1]) if config.residual_scalars else NextMix()
+                )
+            inputs = (i, stream, tokens, cos, sin, docs, next_mix)
+            if recipe.recompute:
                 stream = checkpoint(self.block, *inputs, use_reentrant=False)
             else:
                 stream = self.block(*inputs)
@@ -103,7 +115,12 @@ class FastPath(nn.Module):
         x = stream.materialize()
         if config.backout:
             x = x - model.backout_scale.to(x.dtype) * middle
-        return self._loss(norm(x), targets)
+        x, head, softcap, vocab = norm(x), model.head.weight, config.softcap, config.vocab_size
+        if self.head8 is not None:
+            return fp8_loss(x, head, targets, self.head8, softcap, vocab, exact_logits=recipe.fp8 != "all")
+        return chunked_loss(
+            x, head, targets, softcap, vocab, chunk_loss=fused_chunk_loss if recipe.fused_loss else chunk_loss
+        )
 
     def block(
         self,
@@ -115,28 +132,25 @@ class FastPath(nn.Module):
         docs: Tensor | None,
         next_mix: NextMix | None,
     ) -> ResidualStream:
-        """Attention, then the MLP: each norms the stream, and returns it with what it adds."""
-        config, recipe, block = self.model.config, self.recipe, self.model.layers()[i]
-        attention, mlp = block.attention, block.mlp
+        """Attention, then the MLP: each normalizes the stream, and returns it with what it adds."""
+        model, config, recipe = self.model, self.model.config, self.recipe
+        attention, mlp = model.layers()[i].attention, model.layers()[i].mlp
         qkv_weights = [attention.q.weight, attention.k.weight, attention.v.weight]
         heads = (config.heads, config.kv_heads, config.qk_gain)
-        gate = attention.value_gate
+        gate, values = attention.value_gate, None
 
         if self.qkv8 is not None:
-            values = self._gated_values(i, tokens)
-            channels = VALUE_GATE_CHANNELS if gate is not None else 0
+            if gate is not None and recipe.sparse_tables:  # the kernel adds the value embedding
+                table = self._tables()[f"values{i}"].weight
+                values = layers.GatedValues(gate.weight, table, self._grad(f"values{i}"), tokens)
+            if not recipe.fused_add_norm:
+                stream = ResidualStream(stream.materialize())
+            weight8, channels = self._fp8(self.qkv8, i), VALUE_GATE_CHANNELS if gate is not None else 0
             x, q, k, v, gate_input = layers.norm_qkv_rope(
-                self._prepared(stream),
-                self._fp8(self.qkv8, i),
-                qkv_weights,
-                channels,
-                cos,
-                sin,
-                *heads,
-                values,
+                stream, weight8, qkv_weights, channels, cos, sin, *heads, values
             )
         else:
-            values, x = None, stream.materialize()
+            x = stream.materialize()
             n = norm(x)
             gate_input = n[..., :VALUE_GATE_CHANNELS]
             qkv = F.linear(n, torch.cat(qkv_weights).to(n.dtype))
@@ -144,19 +158,22 @@ class FastPath(nn.Module):
             q, k, v = rotate(qkv, cos, sin, *heads)
         if gate is not None and values is None:
             v = self._add_values(i, v, 3 * torch.sigmoid(gate(gate_input)), tokens)
-        y = self.model.batch_attention(i, q, k, v, docs).flatten(-2)
+        y = model.batch_attention(i, q, k, v, docs).flatten(-2)
         if recipe.fused_residual:
             total = gemm.linear_residual(y.flatten(0, 1), attention.out.weight, x.flatten(0, 1)).view_as(x)
             stream = ResidualStream(x, total, value=total.detach())
         else:
             stream = ResidualStream(x, attention.out(y))
 
-        if self.up8 is not None and self.down8 is not None:
-            copies = self._fp8(self.up8, i), self._fp8(self.down8, i)
-            weights = mlp.up.weight, mlp.down.weight
-            return layers.norm_mlp(self._prepared(stream), *copies, *weights, recipe.fused_relu2, next_mix)
-        x = stream.materialize()
-        return ResidualStream(x, mlp(norm(x)))
+        if self.up8 is None or self.down8 is None:
+            x = stream.materialize()
+            return ResidualStream(x, mlp(norm(x)))
+        if not recipe.fused_add_norm:
+            stream = ResidualStream(stream.materialize())
+        weights8 = self._fp8(self.up8, i), self._fp8(self.down8, i)
+        return layers.norm_mlp(
+            stream, *weights8, mlp.up.weight, mlp.down.weight, recipe.fused_relu2, next_mix
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -173,31 +190,6 @@ class FastPath(nn.Module):
         if self.head8 is not None:
             self.head8.requantize(self.model.head.weight)
 
-    def _prepared(self, stream: ResidualStream) -> ResidualStream:
-        return stream if self.recipe.fused_add_norm else ResidualStream(stream.materialize())
-
-    def _next_mix(self, i: int, x0: Tensor) -> NextMix | None:
-        """What the epilogue of block i's down projection applies for block i + 1; None: the sum is not computed
-        there. At mid-depth and at the end x + delta itself is needed."""
-        config = self.model.config
-        if not self.recipe.fused_residual or i in (config.depth // 2, config.depth - 1):
-            return None
-        if not config.residual_scalars:
-            return NextMix()
-        lambdas, mus = (p.detach().to(self.model.dtype).float() for p in (self.model.lambdas, self.model.mus))
-        return NextMix(x0.detach(), lambdas[i + 1], mus[i + 1])
-
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        config, weight = self.model.config, self.model.head.weight
-        if self.head8 is not None:
-            exact = self.recipe.fp8 != "all"
-            return fp8_loss(x, weight, targets, self.head8, config.softcap, config.vocab_size, exact)
-        if self.recipe.fused_loss:
-            return chunked_loss(
-                x, weight, targets, config.softcap, config.vocab_size, chunk_loss=fused_chunk_loss
-            )
-        return chunked_loss(x, weight, targets, config.softcap, config.vocab_size)
-
     def _tables(self) -> dict[str, nn.Embedding]:
         values = {f"values{i}": cast(nn.Embedding, table) for i, table in self.model.value_embeds.items()}
         return {"embed": self.model.embed, **values}
@@ -206,12 +198,6 @@ class FastPath(nn.Module):
         """The buffer that gradients of a table accumulate in."""
         return cast(Tensor, getattr(self, f"{name}_grad"))
 
-    def _lookup(self, name: str, tokens: Tensor) -> Tensor:
-        table = self._tables()[name]
-        if not self.recipe.sparse_tables:
-            return cast(Tensor, table(tokens).to(self.model.dtype))
-        return embedding_grad.embedding_lookup(table.weight, self._grad(name), tokens, self.model.dtype)
-
     def _add_values(self, i: int, v: Tensor, gate: Tensor, tokens: Tensor) -> Tensor:
         """v (B, T, K, D) plus the tokens' rows of layer i's value embedding, weighted by gate (B, T, K)."""
         name = f"values{i}"
@@ -219,13 +205,6 @@ class FastPath(nn.Module):
         if not self.recipe.sparse_tables:
             return add_gated_rows(v, gate, table(tokens))
         return embedding_grad.add_gated_embedding(v, gate, table.weight, self._grad(name), tokens)
-
-    def _gated_values(self, i: int, tokens: Tensor) -> layers.GatedValues | None:
-        """The value embedding for the kernel that adds it, where its gradients accumulate in place."""
-        gate, name = self.model.layers()[i].attention.value_gate, f"values{i}"
-        if gate is None or not self.recipe.sparse_tables:
-            return None
-        return layers.GatedValues(gate.weight, self._tables()[name].weight, self._grad(name), tokens)
 
     @staticmethod
     def _fp8(copies: nn.ModuleList, i: int) -> fp8.Fp8Weight:
