@@ -6,7 +6,7 @@
 They are memory-mapped, so a corpus can be larger than memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nanorun import home
 from nanorun.console import Progress
-from nanorun.data.dataset import Dataset, Shard, ShardWriter, Split, read_row_group
+from nanorun.data.dataset import Dataset, Shard, ShardWriter, Split, read_row_groups
 from nanorun.errors import UserError
 from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ def tokenize_dataset(
         for split in splits:
             writer = BinWriter(folder, split, tokenizer.bos, first=len(shards))
             try:
-                for texts in _row_groups(dataset.files(split)):
+                for texts in read_row_groups(dataset.files(split)):
                     sizes = [len(text.encode()) for text in texts]
                     tokens, offsets = tokenizer.encode_documents(texts, threads)
                     writer.add(tokens, offsets, sizes)
@@ -140,12 +140,3 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "bos": tokenizer.bos,
         "vocab_size": tokenizer.vocab_size,
     }
-
-
-def _row_groups(files: list[Path]) -> Iterator[list[str]]:
-    import pyarrow.parquet
-
-    for path in files:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                yield read_row_group(file, group)

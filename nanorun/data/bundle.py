@@ -131,10 +131,7 @@ def _open_folder(folder: Path) -> Bundle:
         path = folder / name
         if not path.resolve().is_relative_to(root):
             raise UserError(f"{path} leads out of {folder} through a link: remove the link.")
-        if path.stat().st_size > _MAX_MEMBER_BYTES:
-            raise UserError(
-                f"{path} has {path.stat().st_size} bytes (at most {_MAX_MEMBER_BYTES:,}): it is not a CORE bundle."
-            )
+        _check_member(folder, name, path.stat().st_size)
         return path.read_bytes()
 
     found = (path for path in folder.rglob("*") if path.suffix in _RELEVANT_SUFFIXES and path.is_file())
@@ -144,10 +141,8 @@ def _open_folder(folder: Path) -> Bundle:
 def _open_zip(path: Path) -> Bundle:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
-        _check_total(
-            path, len(members), sum(member.file_size for member in members if _is_relevant(member.filename))
-        )
         sizes = {member.filename: member.file_size for member in members if _is_relevant(member.filename)}
+        _check_total(path, len(members), sum(sizes.values()))
     root = _root(path, sizes)
 
     def read(name: str) -> bytes:

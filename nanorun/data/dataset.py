@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -241,12 +242,16 @@ class ParquetWriter(ShardWriter):
 
 def read_texts(files: list[Path], column: str = "text") -> Iterator[str]:
     """The documents of a dataset's parquet shards, one row group in memory at a time."""
+    return chain.from_iterable(read_row_groups(files, column))
+
+
+def read_row_groups(files: list[Path], column: str = "text") -> Iterator[list[str]]:
     import pyarrow.parquet
 
     for path in files:
         with pyarrow.parquet.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
-                yield from read_row_group(file, group, column)
+                yield read_row_group(file, group, column)
 
 
 def read_row_group(file: Any, group: int, column: str = "text") -> list[str]:

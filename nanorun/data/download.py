@@ -14,7 +14,6 @@ processes, so a killed `data get` starts the shards in flight again (about 100 M
 
 import errno
 import fcntl
-import hashlib
 import os
 import queue
 import random
@@ -27,12 +26,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanorun.console import Progress, say, size
+from nanorun.data.dataset import file_sha256
 from nanorun.errors import UserError
 from nanorun.home import sync
 
 ATTEMPTS = 5  # huggingface_hub retries each of them on its own while bytes arrive
 LONGEST_PAUSE = 30.0
 _TRANSIENT = (408, 416, 425, 429, 500, 502, 503, 504)  # 416: `_receive` has discarded the outdated part
+_NOT_FOUND = "not found: check the name and the revision, and HF_ENDPOINT if you set it"
+_ADVICE = {
+    401: "needs a valid token: check the name, or set HF_TOKEN to a token of yours",
+    403: "access denied: accept the terms on its web page and set HF_TOKEN to a token of yours",
+    404: _NOT_FOUND,
+    410: _NOT_FOUND,
+    429: "too many requests",
+}
 
 Check = Callable[[Path], object]  # raises ValueError with the reason when a complete file is not usable
 Item = TypeVar("Item")
@@ -77,11 +85,8 @@ def download(
 
 def _problem(path: Path, check: Check, sha256: str | None) -> str | None:
     """Why a complete file is unusable, or None."""
-    if sha256 is not None:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != sha256:
-            return f"wrong bytes (its SHA-256 is {found}, not {sha256})"
+    if sha256 is not None and (found := file_sha256(path)) != sha256:
+        return f"wrong bytes (its SHA-256 is {found}, not {sha256})"
     try:
         check(path)
     except ValueError as reason:
@@ -150,28 +155,19 @@ def _explain(error: BaseException) -> tuple[str, bool]:
         return "HF_HUB_OFFLINE is set, so nothing is downloaded: unset it", False
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
-        if status == 401:
-            advice = "needs a valid token: check the name, or set HF_TOKEN to a token of yours"
-        elif status == 403:
-            advice = "access denied: accept the terms on its web page and set HF_TOKEN to a token of yours"
-        elif status in (404, 410):
-            advice = "not found: check the name and the revision, and HF_ENDPOINT if you set it"
-        elif status in _TRANSIENT:
-            advice = "too many requests" if status == 429 else "the server failed"
-        else:
-            advice = "the server refused the request: check the address"
-        return f"{advice} (HTTP {status})", status in _TRANSIENT
+        is_transient = status in _TRANSIENT
+        other = "the server failed" if is_transient else "the server refused the request: check the address"
+        return f"{_ADVICE.get(status, other)} (HTTP {status})", is_transient
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            "the disk is full: free some space or set NANORUN_HOME to another disk, then run it again",
+            False,
+        )
     if isinstance(error, OSError) and error.errno is not None:
-        return _disk_problem(error), False
+        return f"cannot write ({error}): check the folder and its permissions", False
     if isinstance(error, ValueError | LookupError | TypeError | AttributeError | RecursionError):
         return f"not the response of a Hugging Face hub ({text}): check HF_ENDPOINT and the network", False
     return f"the connection failed ({text})", True
-
-
-def _disk_problem(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full: free some space or set NANORUN_HOME to another disk, then run it again"
-    return f"cannot write ({error}): check the folder and its permissions"
 
 
 class DownloadStopped(Exception):

@@ -50,7 +50,6 @@ class Corpus:
     shards: int  # the number of training shards
     val: str
     tokenizer: str | None = None  # of shards that hold tokens instead of text
-    revision: str = "main"
 
     def train_files(self, shards: int) -> list[str]:
         return [self.train.format(number) for number in range(self.first, self.first + shards)]
@@ -105,7 +104,8 @@ def fetch_corpus(corpus: Corpus, shards: int, folder: Path, workers: int = 4) ->
     stop = threading.Event()
     with lock_folder(folder):
         shutil.rmtree(folder / _STAGING, ignore_errors=True)  # left by a killed process
-        missing = [file for file in files if not _is_complete(folder / file.path, file.size)]
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        missing = [file for file in files if sizes.get(file.path) != file.size]
         total = sum(file.size for file in missing)
         check_space(total, folder)
         with Progress(f"downloading {corpus.name}", total, "B") as bar:
@@ -132,7 +132,6 @@ def _fetch_file(corpus: Corpus, file: "RepoFile", folder: Path, bar: Progress, s
             corpus.repo,
             file.path,
             repo_type="dataset",
-            revision=corpus.revision,
             endpoint=endpoint(),
             local_dir=folder / _STAGING,
             tqdm_class=tqdm_calling(advance),
@@ -154,9 +153,7 @@ def list_files(corpus: Corpus, paths: list[str]) -> "list[RepoFile]":
 
         def request(some: list[str] = some) -> dict[str, RepoFile]:
             get_session().timeout = _LISTING_TIMEOUT  # the library sets none
-            listed = HfApi(endpoint()).get_paths_info(
-                corpus.repo, some, revision=corpus.revision, repo_type="dataset"
-            )
+            listed = HfApi(endpoint()).get_paths_info(corpus.repo, some, repo_type="dataset")
             files = [file for file in listed if isinstance(file, RepoFile)]
             if any(type(file.size) is not int or file.size < 0 for file in files):
                 raise ValueError("a file without a size")
@@ -177,10 +174,6 @@ def endpoint() -> str:
     if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
         raise UserError(f"HF_ENDPOINT is {address!r}: give a whole address, such as https://huggingface.co.")
     return address
-
-
-def _is_complete(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def check_parquet(path: Path) -> None:

@@ -20,7 +20,6 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -33,6 +32,7 @@ from nanorun.data.rows import BlockCache, Position, RowOrder, RowRange, RowSeque
 from nanorun.data.sources import ConversationSource, Source
 from nanorun.errors import UserError
 
+_SAVED_ORDER = ("packing", "reuse_tails", "shuffle", "seed")  # the fields of RowOrder that a state records
 IGNORE = -1  # the target of a position that is not trained
 
 
@@ -123,15 +123,9 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """What a new loader needs to continue after the last batch taken. Plain JSON, the same on every rank."""
-        return {
-            "version": 1,
-            "data": self.source.fingerprint,
-            "packing": self.order.packing,
-            "reuse_tails": self.order.reuse_tails,
-            "shuffle": self.order.shuffle,
-            "seed": self.order.seed,
-            "position": self._position.to_dict(),
-        }
+        order = {name: getattr(self.order, name) for name in _SAVED_ORDER}
+        data = self.source.fingerprint
+        return {"version": 1, "data": data, **order, "position": self._position.to_dict()}
 
     def close(self) -> None:
         self._stop()
@@ -140,9 +134,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _set(self, rows: int, context: int) -> None:
@@ -173,7 +165,7 @@ class Loader:
                 "The data or the tokenizer differs from the one this run began with, so it cannot resume exactly: "
                 "restore the old one, or start a new run."
             )
-        for name in ("packing", "reuse_tails", "shuffle", "seed"):
+        for name in _SAVED_ORDER:
             if state[name] != getattr(self.order, name):
                 raise UserError(
                     f"This run began with {name} = {state[name]}, not {getattr(self.order, name)}: keep it, or start "

@@ -71,35 +71,37 @@ class PackingPlan:
 
 
 def pack(segments: Segments, context: int, packing: Packing, reuse_tails: bool = True) -> PackingPlan:
+    capacity = context + 1
+    longest = int(segments.lengths.max(initial=0)) + 1
+    if packing == "padded" and longest > capacity:
+        raise UserError(
+            f"A conversation of {longest} tokens does not fit a row of {capacity}: cut it when rendering "
+            "(max_tokens), or use a larger --context."
+        )
     if packing == "stream":
-        return _pack_stream(segments, context + 1, reuse_tails)
-    if packing == "padded":
-        return _pack_padded(segments, context + 1)
-    return _pack_best_fit(segments, context + 1, reuse_tails)
+        return _pack_stream(segments, capacity, reuse_tails)
+    return _pack_best_fit(segments, capacity, reuse_tails, pad=packing == "padded")
 
 
-def _pack_best_fit(segments: Segments, capacity: int, reuse_tails: bool) -> PackingPlan:
+def _pack_best_fit(segments: Segments, capacity: int, reuse_tails: bool, pad: bool) -> PackingPlan:
     starts, lengths = segments.starts.tolist(), segments.lengths.tolist()
     pool = _pool(lengths)
-    ends: list[int] = []
-    seg_starts: list[int] = []
-    seg_lengths: list[int] = []
-    lost = 0
+    rows = _Rows()
     while pool:
         room = capacity
         while room > 0 and pool:
             at = bisect_right(pool, _key(room - 1, 0)) - 1
             if at >= 0:
                 index = _index(pool.pop(at))
-                seg_starts.append(starts[index])
-                seg_lengths.append(lengths[index])
+                rows.add(starts[index], lengths[index])
                 room -= 1 + lengths[index]
                 continue
+            if pad:
+                break
             # Nothing fits: cut. With one place left this is a bare BOS, which marks the end of a document.
             index = _index(pool[-1] if reuse_tails else pool[0])
             taken = room - 1
-            seg_starts.append(starts[index])
-            seg_lengths.append(taken)
+            rows.add(starts[index], taken)
             room = 0
             if taken and reuse_tails:
                 pool.pop()
@@ -108,63 +110,51 @@ def _pack_best_fit(segments: Segments, capacity: int, reuse_tails: bool) -> Pack
                 insort(pool, _key(lengths[index], index))
             elif taken:
                 pool.pop(0)
-                lost += lengths[index] - taken
-        if room == 0:
-            ends.append(len(seg_starts))
-    return _plan(ends, seg_starts, seg_lengths, lost)
+                rows.lost += lengths[index] - taken
+        if room == 0 or pad:
+            rows.end()
+    return rows.plan()
 
 
 def _pack_stream(segments: Segments, capacity: int, reuse_tails: bool) -> PackingPlan:
-    ends: list[int] = []
-    seg_starts: list[int] = []
-    seg_lengths: list[int] = []
-    room, lost = capacity, 0
+    rows, room = _Rows(), capacity
     for start, length in zip(segments.starts.tolist(), segments.lengths.tolist(), strict=True):
         while True:
             taken = min(length, room - 1)
-            seg_starts.append(start)
-            seg_lengths.append(taken)
+            rows.add(start, taken)
             room -= 1 + taken
             start, length = start + taken, length - taken
             if room == 0:
-                ends.append(len(seg_starts))
+                rows.end()
                 room = capacity
                 # A bare BOS at the end of a row took nothing of the document: all of it is still to come.
                 if length and (reuse_tails or taken == 0):
                     continue
-                lost += length
+                rows.lost += length
             break
-    return _plan(ends, seg_starts, seg_lengths, lost)
+    return rows.plan()
 
 
-def _pack_padded(segments: Segments, capacity: int) -> PackingPlan:
-    starts, lengths = segments.starts.tolist(), segments.lengths.tolist()
-    longest = max(lengths, default=0)
-    if longest + 1 > capacity:
-        raise UserError(
-            f"A conversation of {longest + 1} tokens does not fit a row of {capacity}: cut it when rendering "
-            "(max_tokens), or use a larger --context."
-        )
-    pool = _pool(lengths)
-    ends: list[int] = []
-    seg_starts: list[int] = []
-    seg_lengths: list[int] = []
-    while pool:
-        room = capacity
-        while pool and (at := bisect_right(pool, _key(room - 1, 0)) - 1) >= 0:
-            index = _index(pool.pop(at))
-            seg_starts.append(starts[index])
-            seg_lengths.append(lengths[index])
-            room -= 1 + lengths[index]
-        ends.append(len(seg_starts))
-    return _plan(ends, seg_starts, seg_lengths, 0)
+class _Rows:
+    """Collects the segments of rows. Those after the last finished row are left over."""
 
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._ends: list[int] = []
+        self.lost = 0
 
-def _plan(ends: list[int], starts: list[int], lengths: list[int], lost: int) -> PackingPlan:
-    """Segments after the last full row are left over."""
-    full = ends[-1] if ends else 0
-    segments = Segments(np.array(starts, np.int64), np.array(lengths, np.int64))
-    return PackingPlan(np.array(ends, np.int64), segments[:full], segments[full:], lost)
+    def add(self, start: int, length: int) -> None:
+        self._starts.append(start)
+        self._lengths.append(length)
+
+    def end(self) -> None:
+        self._ends.append(len(self._starts))
+
+    def plan(self) -> PackingPlan:
+        full = self._ends[-1] if self._ends else 0
+        segments = Segments(np.array(self._starts, np.int64), np.array(self._lengths, np.int64))
+        return PackingPlan(np.array(self._ends, np.int64), segments[:full], segments[full:], self.lost)
 
 
 # The pool is a sorted list of integers: the length in the high bits, and in the low bits the index of the segment,

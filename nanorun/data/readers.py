@@ -114,16 +114,24 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with _open_parquet(path) as file:
+        row = 0
+        for batch in file.iter_batches(batch_size=256):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"row {row} of {path}", record
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
+    """Turns pyarrow's errors while the file is open into a UserError."""
     import pyarrow
     import pyarrow.parquet
 
     try:
+        # absolute: a relative name with a colon would be parsed as a URI
         with pyarrow.parquet.ParquetFile(path.absolute()) as file:
-            row = 0
-            for batch in file.iter_batches(batch_size=256):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"row {row} of {path}", record
+            yield file
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise UserError(_damaged(path, error)) from error
 
@@ -227,23 +235,16 @@ def _no_column(where: str, column: str, columns: list[str]) -> str:
 
 
 def _read_parquet(path: Path, column: str, advance: Advance) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
+    from pyarrow import types
 
-    try:
-        file = pyarrow.parquet.ParquetFile(
-            path.absolute()
-        )  # a relative name with a colon would be parsed as a URI
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(_damaged(path, error)) from error
-    with file:
+    with _open_parquet(path) as file:
         schema = file.schema_arrow
         if column not in schema.names:
             raise UserError(_no_column(str(path), column, schema.names))
         kind = schema.field(column).type
-        if pyarrow.types.is_dictionary(kind):
+        if types.is_dictionary(kind):
             kind = kind.value_type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        if not (types.is_string(kind) or types.is_large_string(kind)):
             raise UserError(f"Column '{column}' of {path} holds {kind}, not text: choose another --column.")
         row = 0
         groups = max(file.num_row_groups, 1)
@@ -258,8 +259,6 @@ def _read_parquet(path: Path, column: str, advance: Advance) -> Iterator[str]:
                             yield text
             except UnicodeDecodeError as error:
                 raise UserError(f"Row {row + 1} of {path} is not UTF-8: fix or remove it.") from error
-            except (pyarrow.ArrowInvalid, OSError) as error:
-                raise UserError(_damaged(path, error)) from error
             advance(size * (group + 1) // groups - size * group // groups)
 
 

@@ -50,14 +50,8 @@ class Position:
     lost: int = 0  # tokens dropped in finished blocks (only without reuse_tails)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "block": self.block,
-            "carry": [tokens.tolist() for tokens in self.carry],
-            "taken": [list(entry) for entry in self.taken],
-            "rows": self.rows,
-            "lost": self.lost,
-        }
+        carry = [tokens.tolist() for tokens in self.carry]
+        return {**vars(self), "carry": carry, "taken": [list(entry) for entry in self.taken]}
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Position":

@@ -111,9 +111,8 @@ class BinSource:
         return len(self._units)
 
     def load(self, units: Sequence[int]) -> TokenBlock:
-        tokens: list[NDArray[np.uint16]] = []
-        starts: list[NDArray[np.int64]] = []
-        ends: list[NDArray[np.int64]] = []
+        tokens = [np.zeros(0, np.uint16)]
+        starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         held = 0
         for unit in units:
             shard, begin = self._units[unit]
@@ -128,9 +127,6 @@ class BinSource:
             starts.append(marks + 1 + shift)
             ends.append(np.append(marks[1:], last) + shift)
             held += len(part)
-        if not tokens:
-            nothing = np.zeros(0, np.int64)
-            return TokenBlock(np.zeros(0, np.uint16), Segments(nothing, nothing))
         start = np.concatenate(starts)
         documents = Segments(start, np.concatenate(ends) - start)
         return TokenBlock(np.concatenate(tokens), documents[documents.lengths > 0])
