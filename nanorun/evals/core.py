@@ -107,7 +107,7 @@ def evaluate(
     """Scores the tasks. Every rank returns the same result, except for the times."""
     start = time.perf_counter()
     prompts = _encode_tasks(tokenizer, selected, options.max_per_task)
-    encoded = [each.encoded for each in prompts]
+    encoded = [task for task, _, _ in prompts]
     scoring_start = time.perf_counter()
     batch_tokens = options.batch_tokens or default_batch_tokens(model.device)
     try:
@@ -123,10 +123,10 @@ def evaluate(
         )
     tokens, results, first = int(scores.tokens.sum()), {}, 0
     for (_, task), prompt, read in zip(selected, prompts, scores.tokens.tolist(), strict=True):
-        last = first + len(prompt.encoded.scored)
-        correct = correct_examples(prompt.encoded, scores.losses[first:last], scores.is_greedy[first:last])
-        seconds = prompt.seconds + scoring * read / max(tokens, 1)
-        results[task.label] = _task_result(task, correct, prompt.total, seconds)
+        own, total, seconds = prompt
+        last = first + len(own.scored)
+        correct = correct_examples(own, scores.losses[first:last], scores.is_greedy[first:last])
+        results[task.label] = _task_result(task, correct, total, seconds + scoring * read / max(tokens, 1))
         first = last
     elapsed, examples = time.perf_counter() - start, sum(map(len, encoded))
     return record(
@@ -153,17 +153,13 @@ def default_batch_tokens(device: torch.device) -> int:
     return BATCH_TOKENS_GPU if device.type == "cuda" else BATCH_TOKENS_CPU
 
 
-@dataclass(frozen=True)
-class _Prompts:
-    encoded: EncodedTask
-    total: int  # examples of the whole task
-    seconds: float
-
-
 def _encode_tasks(
     tokenizer: Encoder, selected: Sequence[tuple[Bundle, CoreTask]], cap: int | None
-) -> list[_Prompts]:
-    """The prompts of all tasks. Rank 0 encodes and caches them; the other ranks then read the cache."""
+) -> list[tuple[EncodedTask, int, float]]:
+    """The prompts of each task, the number of examples of the whole task, and the seconds it took.
+
+    Rank 0 encodes and caches the prompts; the other ranks then read the cache.
+    """
     prompts = []
     rank, world = rank_and_world()
     if rank:
@@ -172,7 +168,7 @@ def _encode_tasks(
         for bundle, task in selected:
             start = time.perf_counter()
             encoded, total = encode_task(bundle, task, tokenizer, cap, None if rank else bar)
-            prompts.append(_Prompts(encoded, total, time.perf_counter() - start))
+            prompts.append((encoded, total, time.perf_counter() - start))
     if world > 1 and not rank:
         dist.barrier()
     return prompts

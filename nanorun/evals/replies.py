@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nanorun.config import ModelConfig
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
@@ -231,7 +232,6 @@ def _answer_logprobs(
     return -losses.sum(1)
 
 
-def pad_rows(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
-    """Rows padded on the right to one length, (B, longest)."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+def pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows padded on the right with zeros to one length, (B, longest)."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

@@ -61,10 +61,12 @@ class ChoiceQuestion:
 class MultipleChoice:
     """A task of such questions. `letters` are those of the question with the most choices; see `letters_of`."""
 
-    def __init__(self, name: str, questions: Sequence[ChoiceQuestion], baseline: float = 0.25) -> None:
+    baseline = 0.25
+
+    def __init__(self, name: str, questions: Sequence[ChoiceQuestion]) -> None:
         if not questions:
             raise UserError(f"The files of {name} hold no questions.")
-        self.name, self.baseline, self.questions = name, baseline, questions
+        self.name, self.questions = name, questions
         self.letters: Sequence[str] = LETTERS[: max(len(question.choices) for question in questions)]
 
     def __len__(self) -> int:

@@ -78,32 +78,17 @@ def render(conversation: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: in
     return Rendered(ids, mask, dropped)
 
 
-def render_prompt(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_tokens: int | None = None
-) -> list[int]:
-    """The prompt for the next answer: everything up to and including <|assistant_start|>.
-
-    With `max_tokens`, the oldest pairs of question and answer are dropped until the rest fits; the system text
-    stays.
-    """
-    ids, dropped = fit_prompt(messages, tokenizer, max_tokens)
-    if max_tokens is not None and len(ids) > max_tokens:
-        raise UserError(
-            f"The newest message is too long: {len(ids)} tokens with its markers (at most {max_tokens}). Shorten it."
-        )
-    if dropped:
-        warnings.warn(
-            f"The conversation does not fit in {max_tokens} tokens: its first {dropped} messages are dropped.",
-            ConversationCut,
-            stacklevel=2,
-        )
-    return ids
+def render_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    """The prompt for the next answer: everything up to and including <|assistant_start|>."""
+    return fit_prompt(messages, tokenizer)[0]
 
 
 def fit_prompt(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> tuple[list[int], int]:
-    """`render_prompt` that always keeps the newest message. Returns the prompt and the number of dropped messages.
+    """The prompt without the oldest pairs of question and answer, as many as needed to fit into `max_tokens`.
+
+    The system text and the newest message stay in any case. Returns the prompt and the number of dropped messages.
 
     It begins with the newest message and does not encode messages that cannot fit, so that an arbitrarily long
     conversation costs no more than `max_tokens`.

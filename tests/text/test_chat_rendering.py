@@ -7,7 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanorun.errors import UserError
-from nanorun.text.chat import ConversationCut, Rendered, ReplyStream, parse_reply, render, render_prompt
+from nanorun.text.chat import (
+    ConversationCut,
+    Rendered,
+    ReplyStream,
+    fit_prompt,
+    parse_reply,
+    render,
+    render_prompt,
+)
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 Message = dict[str, Any]
@@ -231,19 +239,14 @@ def test_a_long_prompt_loses_its_oldest_pairs_and_keeps_the_system_text(
     turns = messages[len(head) :]
     shorter = [render_prompt(head + turns[start:], tokenizer) for start in range(0, len(turns), 2)]
     fitting = [prompt for prompt in shorter if len(prompt) <= max_tokens]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConversationCut)
-        if fitting:
-            assert render_prompt(messages, tokenizer, max_tokens) == fitting[0]
-        else:
-            with pytest.raises(UserError, match=rf"\(at most {max_tokens}\)"):
-                render_prompt(messages, tokenizer, max_tokens)
+    prompt = fitting[0] if fitting else shorter[-1]  # the newest message stays, however long it is
+    assert fit_prompt(messages, tokenizer, max_tokens) == (prompt, 2 * shorter.index(prompt))
 
 
-def test_shortening_a_prompt_warns(tokenizer: Tokenizer) -> None:
+def test_a_shortened_prompt_tells_how_many_messages_it_lost(tokenizer: Tokenizer) -> None:
     messages = [system("S"), user("old"), assistant("x" * 50), user("new")]
-    with pytest.warns(ConversationCut, match="its first 2 messages"):
-        prompt = render_prompt(messages, tokenizer, 20)
+    prompt, dropped = fit_prompt(messages, tokenizer, 20)
+    assert dropped == 2
     assert tokenizer.decode(prompt) == "<|bos|><|user_start|>S\n\nnew<|user_end|><|assistant_start|>"
 
 
