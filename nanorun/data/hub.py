@@ -55,29 +55,19 @@ class Corpus:
         return [self.train.format(number) for number in range(self.first, self.first + shards)]
 
 
+def _shuffled(name: str, repo: str, shards: int) -> Corpus:
+    """A corpus in nanochat's layout: numbered shards of text, the last of which is for validation."""
+    numbered = "shard_{:05d}.parquet"
+    return Corpus(name, repo, "parquet", train=numbered, first=0, shards=shards, val=numbered.format(shards))
+
+
 CORPORA = {
     corpus.name: corpus
     for corpus in (
         # 400B tokens of ClimbMix web text, shuffled: nanochat's pretraining corpus
-        Corpus(
-            name="climbmix",
-            repo="karpathy/climbmix-400b-shuffle",
-            kind="parquet",
-            train="shard_{:05d}.parquet",
-            first=0,
-            shards=6542,
-            val="shard_06542.parquet",
-        ),
+        _shuffled("climbmix", "karpathy/climbmix-400b-shuffle", 6542),
         # 100B tokens of educational web text, shuffled: nanochat's first pretraining corpus
-        Corpus(
-            name="fineweb-edu",
-            repo="karpathy/fineweb-edu-100b-shuffle",
-            kind="parquet",
-            train="shard_{:05d}.parquet",
-            first=0,
-            shards=1822,
-            val="shard_01822.parquet",
-        ),
+        _shuffled("fineweb-edu", "karpathy/fineweb-edu-100b-shuffle", 1822),
         # 10B tokens of FineWeb, already in GPT-2's tokens: the corpus of the NanoGPT speedruns
         Corpus(
             name="fineweb10B",

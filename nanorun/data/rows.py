@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -56,24 +57,16 @@ class Position:
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Position":
         try:
-            position = Position(
-                epoch=int(record["epoch"]),
-                block=int(record["block"]),
-                carry=tuple(np.array(tokens, np.uint32) for tokens in record["carry"]),
-                taken=tuple((int(context), int(rows)) for context, rows in record["taken"]),
-                rows=int(record["rows"]),
-                lost=int(record["lost"]),
-            )
+            counts = {key: int(record[key]) for key in ("epoch", "block", "rows", "lost")}
+            taken = tuple((int(context), int(rows)) for context, rows in record["taken"])
+            if min(*counts.values(), *chain.from_iterable(taken)) < 0:
+                raise ValueError("a negative count")
+            carry = tuple(np.array(tokens, np.uint32) for tokens in record["carry"])
+            return Position(**counts, carry=carry, taken=taken)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"The loader's saved position is damaged ({error}): use an earlier checkpoint."
             ) from error
-        numbers = [position.epoch, position.block, position.rows, position.lost]
-        if min(numbers + [n for entry in position.taken for n in entry]) < 0:
-            raise UserError(
-                "The loader's saved position is damaged (a negative count): use an earlier checkpoint."
-            )
-        return position
 
 
 @dataclass(frozen=True)

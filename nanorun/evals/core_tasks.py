@@ -217,20 +217,19 @@ def draw_shots(task: CoreTask, pool: Sequence[Example], index: int) -> list[Exam
 
 def render_prompts(task: CoreTask, pool: Sequence[Example], index: int) -> list[str]:
     """The texts to compare, one per choice; in language modeling the prompt without and with its continuation."""
-    example, delimiter = pool[index], task.delimiter
-    shots = "".join(f"{_render_solved(task, shot)}\n\n" for shot in draw_shots(task, pool, index))
-    if task.kind == "multiple_choice":
-        return [f"{shots}{example['query']}{delimiter}{choice}" for choice in example["choices"]]
-    if task.kind == "schema":
-        end = f"{delimiter}{example['continuation']}"
-        return [f"{shots}{context}{end}" for context in example["context_options"]]
-    prompt = f"{shots}{example['context'].strip()}{delimiter}"
-    return [prompt.strip(), prompt + example["continuation"]]
+    is_choice = task.kind != "language_modeling"
+    shots = ""
+    for shot in draw_shots(task, pool, index):
+        shots += _render_example(task, shot)[shot["gold"] if is_choice else -1] + "\n\n"
+    prompts = [shots + text for text in _render_example(task, pool[index])]
+    return prompts if is_choice else [prompts[0].strip(), prompts[1]]
 
 
-def _render_solved(task: CoreTask, example: Example) -> str:
+def _render_example(task: CoreTask, example: Example) -> list[str]:
     if task.kind == "multiple_choice":
-        return f"{example['query']}{task.delimiter}{example['choices'][example['gold']]}"
+        return [f"{example['query']}{task.delimiter}{choice}" for choice in example["choices"]]
     if task.kind == "schema":
-        return f"{example['context_options'][example['gold']]}{task.delimiter}{example['continuation']}"
-    return f"{example['context'].strip()}{task.delimiter}{example['continuation']}"
+        end = f"{task.delimiter}{example['continuation']}"
+        return [f"{context}{end}" for context in example["context_options"]]
+    prompt = f"{example['context'].strip()}{task.delimiter}"
+    return [prompt, prompt + example["continuation"]]

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanorun.report.plots import COLORS, FAINT, new_figure
+from nanorun.report.plots import BLUE, FAINT, ORANGE, new_figure
 
-OURS, THEIRS, BELOW_BASELINE = COLORS[0], "#b5b5b5", COLORS[1]
+OURS, THEIRS, BELOW_BASELINE = BLUE, "#b5b5b5", ORANGE
 
 
 def plot_core(result: Mapping[str, Any], path: Path) -> Path:

@@ -1,9 +1,9 @@
-"""Plots of runs, from their metrics.
+"""Plots of a run, from its metrics.
 
 One figure of four panels: training loss, validation bits per byte, throughput, and the gradient norm (the learning
 rate if no norm was recorded; ChatCORE if it was evaluated during training). For reinforcement learning: reward,
 held-out pass@k, the length of replies, and their entropy. Each measurement is drawn lightly with its moving median
-on top; the last value is at the end of its line, in its color. A loss that is NaN, infinite or missing leaves a gap.
+on top; the last value is at the end of its line. A loss that is NaN, infinite or missing leaves a gap.
 A run that rolled back to a checkpoint is drawn once: the last record of a step counts.
 
 Text is large enough for a phone and the background is white, so a plot reads the same on light and dark pages.
@@ -11,11 +11,11 @@ The code uses matplotlib's objects, never pyplot: no global state, no window, an
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,19 +26,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Dash = Literal["-", "--", ":"]
 Records = Sequence[Mapping[str, Any]]
-Runs = Sequence[tuple[str, Records]]
-Ends = list[tuple[float, str]]  # the last value of each line of a panel, and its color
+Ends = dict["Axes", float | None]  # the last value of each panel's line; None if it was not measured
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8528f", "#b07d00", "#3a9fd6", "#444444")  # colorblind-safe
-_DASHES: tuple[Dash, ...] = ("-", "--", ":")  # once the colors are used up
+BLUE, ORANGE = "#0072b2", "#d55e00"  # colorblind-safe
 _INK, FAINT = "#222222", "#8a8a8a"
 _MAX_POINTS = 2000  # per line; a phone has no more pixels, and an SVG stays small
-_LABEL_HEIGHT = 13  # points
 # The moving median covers this fraction of a line on either side.
 _SMOOTH, _NOISY = 60, 12
-_MAX_LABELS = 6  # per panel; more would not fit beside their lines
 _STYLE: Any = {
     "font.size": 12,
     "axes.titlesize": 13,
@@ -61,29 +56,27 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class _Line:
-    """One value of one run over training."""
+    """One value over training."""
 
     x: np.ndarray
     y: np.ndarray  # NaN where there is a gap
-    color: str
-    dash: Dash
 
     @property
     def finite(self) -> np.ndarray:
         return np.flatnonzero(np.isfinite(self.y))
 
 
-def plot_loss(runs: Runs, path: Path) -> Path:
-    """Plots one run, or several to compare, to a .png or .svg file."""
+def plot_loss(name: str, records: Records, path: Path) -> Path:
+    """Plots a run to a .png or .svg file."""
     with new_figure(path, (10, 7.2)) as figure:
-        _draw_loss(figure, runs)
+        _draw_loss(figure, name, records)
     return path
 
 
-def plot_reward(runs: Runs, path: Path) -> Path:
-    """The same for runs of reinforcement learning."""
+def plot_reward(name: str, records: Records, path: Path) -> Path:
+    """The same for a run of reinforcement learning."""
     with new_figure(path, (10, 7.2)) as figure:
-        _draw_reward(figure, runs)
+        _draw_reward(figure, name, records)
     return path
 
 
@@ -109,96 +102,79 @@ def new_figure(path: Path, size: tuple[float, float]) -> Iterator["Figure"]:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def _draw_loss(figure: "Figure", runs: Runs) -> None:
+def _draw_loss(figure: "Figure", name: str, records: Records) -> None:
     (loss, bpb), (speed, last) = figure.subplots(2, 2)
-    steps, evals, chats = ([_by_step(r, kind) for _, r in runs] for kind in ("step", "eval", "chat"))
-    by_tokens = any("tokens" in record for run in steps + evals for record in run)
+    steps, evals, chats = (_by_step(records, kind) for kind in ("step", "eval", "chat"))
+    by_tokens = any("tokens" in record for record in (*steps, *evals))
 
-    def lines(records: list[Records], key: str) -> list[_Line]:
-        x = [_tokens(mine, steps[i]) for i, mine in enumerate(records)] if by_tokens else None
-        return _lines(records, key, x)
+    def line(own: Records, key: str) -> _Line:
+        return _Line(_tokens(own, steps) if by_tokens else _values(own, "step"), _values(own, key))
 
-    losses, norms = lines(steps, "loss"), lines(steps, "grad_norm")
+    losses, norms = line(steps, "loss"), line(steps, "grad_norm")
     ends = {
         loss: _draw_panel(loss, "training loss, nats a token", losses, smooth=_SMOOTH),
-        bpb: _draw_panel(bpb, "validation, bits per byte", lines(evals, "val_bpb")),
-        speed: _draw_panel(speed, "tokens per second", lines(steps, "tokens_per_s"), smooth=_SMOOTH),
+        bpb: _draw_panel(bpb, "validation, bits per byte", line(evals, "val_bpb")),
+        speed: _draw_panel(speed, "tokens per second", line(steps, "tokens_per_s"), smooth=_SMOOTH),
     }
     _clip_outliers(loss, losses)
-    if any(chats):
-        ends[last] = _draw_panel(last, "ChatCORE (1 is all right)", lines(chats, "chatcore"))
-    elif any(len(line.finite) for line in norms):
+    if chats:
+        ends[last] = _draw_panel(last, "ChatCORE (1 is all right)", line(chats, "chatcore"))
+    elif len(norms.finite):
         ends[last] = _draw_panel(last, "gradient norm", norms, smooth=_SMOOTH)
         _clip_outliers(last, norms)
     else:
         title = "learning rate, share of its peak"
-        ends[last] = _draw_panel(last, title, lines(steps, "lr"), markers=False)
+        ends[last] = _draw_panel(last, title, line(steps, "lr"), markers=False)
     for axes in (speed, last):
         axes.yaxis.set_major_formatter(lambda value, _: count(value))
         axes.set_ylim(bottom=0)
-    if any(chats):
+    if chats:
         last.set_ylim(-0.02, 1.02)
-    _finish(figure, runs, ends, losses, "tokens" if by_tokens else "steps", counts=speed)
+    _finish(figure, name, ends, "tokens" if by_tokens else "steps", counts=speed)
 
 
-def _draw_reward(figure: "Figure", runs: Runs) -> None:
+def _draw_reward(figure: "Figure", name: str, records: Records) -> None:
     (reward, passes), (length, entropy) = figure.subplots(2, 2)
-    steps, evals = ([_by_step(r, kind) for _, r in runs] for kind in ("step", "eval"))
-    rewards = _lines(steps, "reward")
-    k = max((_largest_k(record) for run in evals for record in run), default=1)
+    steps, evals = (_by_step(records, kind) for kind in ("step", "eval"))
+    k = max(map(_largest_k, evals), default=1)
+
+    def line(own: Records, key: str) -> _Line:
+        return _Line(_values(own, "step"), _values(own, key))
+
     ends = {
-        reward: _draw_panel(reward, "mean reward (dashed: held out)", rewards, smooth=_NOISY),
-        passes: _draw_panel(passes, f"held out: pass@1 (dashed: pass@{k})", _lines(evals, "val_pass@1")),
-        length: _draw_panel(length, "tokens in a reply", _lines(steps, "length"), smooth=_NOISY),
-        entropy: _draw_panel(entropy, "entropy, nats a token", _lines(steps, "entropy"), smooth=_NOISY),
+        reward: _draw_panel(reward, "mean reward (dashed: held out)", line(steps, "reward"), smooth=_NOISY),
+        passes: _draw_panel(passes, f"held out: pass@1 (dashed: pass@{k})", line(evals, "val_pass@1")),
+        length: _draw_panel(length, "tokens in a reply", line(steps, "length"), smooth=_NOISY),
+        entropy: _draw_panel(entropy, "entropy, nats a token", line(steps, "entropy"), smooth=_NOISY),
     }
     for axes, key in ((reward, "val_reward"), (passes, f"val_pass@{k}")):
-        for line in _lines(evals, key):
-            style: Any = {"linestyle": "--", "linewidth": 1.5, "marker": "o", "markersize": 4}
-            axes.plot(line.x, line.y, color=line.color, **style)
+        style: Any = {"linestyle": "--", "linewidth": 1.5, "marker": "o", "markersize": 4}
+        axes.plot(_values(evals, "step"), _values(evals, key), color=BLUE, **style)
         axes.set_ylim(-0.02, 1.02)
     for axes in (length, entropy):
         axes.set_ylim(bottom=0)
-    _finish(figure, runs, ends, rewards, "steps")
-
-
-def _lines(records: Sequence[Records], key: str, x: Sequence[np.ndarray] | None = None) -> list[_Line]:
-    """One line per run; over steps unless `x` is given."""
-    return [
-        _Line(
-            _values(mine, "step") if x is None else x[i],
-            _values(mine, key),
-            COLORS[i % len(COLORS)],
-            _DASHES[i // len(COLORS) % len(_DASHES)],
-        )
-        for i, mine in enumerate(records)
-    ]
+    _finish(figure, name, ends, "steps")
 
 
 def _draw_panel(
-    axes: "Axes", title: str, lines: list[_Line], smooth: int | None = None, markers: bool = True
-) -> Ends:
-    """Draws the lines, with a moving median over 1/`smooth` of them on either side."""
+    axes: "Axes", title: str, line: _Line, smooth: int | None = None, markers: bool = True
+) -> float | None:
+    """Draws the line, with a moving median over 1/`smooth` of it on either side, and returns its last value."""
     axes.set_title(title, pad=8)
-    lines = [line for line in lines if len(line.finite)]
-    if not lines:
+    if not len(line.finite):
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=FAINT)
         axes.tick_params(left=False, labelleft=False)
         axes.grid(visible=False)
-    ends = []
-    for line in lines:
-        many = len(line.finite) > 30
-        thin = slice(None, None, max(len(line.x) // _MAX_POINTS, 1))
-        y = line.y
-        if smooth and many:
-            alpha = 0.3 if len(lines) == 1 else 0.13
-            axes.plot(line.x[thin], y[thin], color=line.color, alpha=alpha, linewidth=0.8)
-            y = moving_median(y, len(line.finite) // smooth)
-        marker = "o" if len(line.finite) == 1 or (markers and not many) else ""
-        style: Any = {"linestyle": line.dash, "linewidth": 2, "marker": marker, "markersize": 5}
-        axes.plot(line.x[thin], y[thin], color=line.color, **style)
-        ends.append((float(y[line.finite[-1]]), line.color))
-    return ends
+        return None
+    many = len(line.finite) > 30
+    thin = slice(None, None, max(len(line.x) // _MAX_POINTS, 1))
+    y = line.y
+    if smooth and many:
+        axes.plot(line.x[thin], y[thin], color=BLUE, alpha=0.3, linewidth=0.8)
+        y = moving_median(y, len(line.finite) // smooth)
+    marker = "o" if len(line.finite) == 1 or (markers and not many) else ""
+    axes.plot(line.x[thin], y[thin], color=BLUE, linewidth=2, marker=marker, markersize=5)
+    return float(y[line.finite[-1]])
 
 
 def moving_median(y: np.ndarray, radius: int) -> np.ndarray:
@@ -213,62 +189,36 @@ def moving_median(y: np.ndarray, radius: int) -> np.ndarray:
     return out
 
 
-def _clip_outliers(axes: "Axes", lines: list[_Line]) -> None:
+def _clip_outliers(axes: "Axes", line: _Line) -> None:
     """Leaves the first steps and spikes out of the y range: they would make the rest look flat."""
-    tops, bottoms = [], []
-    for line in lines:
-        y = line.y[line.finite]
-        if len(y):
-            later = y[len(y) // 25 :] if len(y) > 50 else y
-            tops.append(np.quantile(later, 0.995))
-            bottoms.append(later.min())
-    if tops:
-        margin = 0.06 * (max(tops) - min(bottoms)) or 0.05 * abs(max(tops)) or 0.5
-        axes.set_ylim(min(bottoms) - margin, max(tops) + margin)
+    y = line.y[line.finite]
+    if len(y):
+        later = y[len(y) // 25 :] if len(y) > 50 else y
+        bottom, top = later.min(), np.quantile(later, 0.995)
+        margin = 0.06 * (top - bottom) or 0.05 * abs(top) or 0.5
+        axes.set_ylim(bottom - margin, top + margin)
 
 
-def _finish(
-    figure: "Figure",
-    runs: Runs,
-    ends: dict["Axes", Ends],
-    lines: list[_Line],
-    x_label: str,
-    counts: "Axes | None" = None,
-) -> None:
-    """The x axis, the names of the runs, and the last value of each line (as a count in the panel `counts`)."""
+def _finish(figure: "Figure", name: str, ends: Ends, x_label: str, counts: "Axes | None" = None) -> None:
+    """The x axis, the name of the run, and the last value of each line (as a count in the panel `counts`)."""
     _share_x(list(ends), x_label)
-    _add_legend(figure, [name for name, _ in runs], lines)
+    figure.suptitle(name, fontsize=15, fontweight="bold", x=0.01, ha="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
-    figure.draw_without_rendering()  # labels are moved apart in page units, so the layout must be known
-    for axes, values in ends.items():
-        if len(values) <= _MAX_LABELS:
-            _label_ends(axes, values, count if axes is counts else _digits)
-
-
-def _label_ends(axes: "Axes", ends: Ends, show: Callable[[float], str]) -> None:
-    """The last value of each line, at the right edge; labels that would overlap are moved apart."""
-    points = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-    ends = sorted(ends)
-    wanted = [axes.transData.transform((0, y))[1] * points for y, _ in ends]
-    placed = list(wanted)
-    for _ in range(50):
-        for i in range(len(placed) - 1):
-            overlap = _LABEL_HEIGHT - (placed[i + 1] - placed[i])
-            if overlap > 0:
-                placed[i], placed[i + 1] = placed[i] - overlap / 2, placed[i + 1] + overlap / 2
-    for (y, color), at, place in zip(ends, wanted, placed, strict=True):
-        axes.annotate(
-            show(y),
-            (1, y),
-            (4, place - at),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            fontsize=11,
-            fontweight="bold",
-            annotation_clip=False,
-        )
+    figure.draw_without_rendering()  # a layout without the labels, which may hang over the edge
+    for axes, value in ends.items():
+        if value is not None:
+            axes.annotate(
+                count(value) if axes is counts else _digits(value),
+                (1, value),
+                (4, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                color=BLUE,
+                va="center",
+                fontsize=11,
+                fontweight="bold",
+                annotation_clip=False,
+            )
 
 
 def _share_x(panels: list["Axes"], name: str) -> None:
@@ -284,17 +234,6 @@ def _share_x(panels: list["Axes"], name: str) -> None:
             axes.set_xlabel(name, labelpad=2)
         else:
             axes.tick_params(bottom=False, labelbottom=False)
-
-
-def _add_legend(figure: "Figure", names: list[str], lines: list[_Line]) -> None:
-    from matplotlib.lines import Line2D
-
-    if len(names) == 1:
-        figure.suptitle(names[0], fontsize=15, fontweight="bold", x=0.01, ha="left")
-    elif names:
-        keys = [Line2D([], [], color=line.color, linestyle=line.dash, linewidth=3) for line in lines]
-        columns = max(min(len(names), 4, 80 // (max(map(len, names)) + 6)), 1)
-        figure.legend(keys, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=13)
 
 
 def _by_step(records: Records, kind: str) -> Records:

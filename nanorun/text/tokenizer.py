@@ -171,14 +171,13 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of the tokens. A special token is decoded to its name."""
-        table = self._bytes
-        try:
-            return b"".join([table[i] for i in _not_negative(ids)])
-        except IndexError:
+        ids, table = list(ids), self._bytes
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise UserError(
                 f"A token id is outside the vocabulary of {self.name!r} (0 to {self.vocab_size - 1}): the "
                 "tokens were made with another tokenizer."
-            ) from None
+            )
+        return b"".join([table[i] for i in ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the tokens. Bytes that are not UTF-8 (a model can produce them) become U+FFFD."""
@@ -342,13 +341,6 @@ def _chunks(texts: Sequence[str], wanted: int) -> list[Sequence[str]]:
     if start < len(texts) or not chunks:
         chunks.append(texts[start:])
     return chunks
-
-
-def _not_negative(ids: Iterable[int]) -> Iterator[int]:
-    for i in ids:
-        if i < 0:
-            raise IndexError(i)
-        yield i
 
 
 # -- checks ------------------------------------------------------------------------------------------

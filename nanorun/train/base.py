@@ -345,7 +345,7 @@ def finish(t: loop.Training, options: BaseOptions, planned: dict[str, Any]) -> d
     )
     summary["planned"] = display.compare_with_plan(planned, summary)
     t.run.write_summary(summary)
-    plot_loss([(t.run.name, list(read_metrics(t.run.folder)))], t.run.folder / "loss.png")
+    plot_loss(t.run.name, list(read_metrics(t.run.folder)), t.run.folder / "loss.png")
     return summary
 
 

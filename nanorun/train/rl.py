@@ -280,7 +280,7 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
         "samples": last.examples,
     }
     t.run.write_summary(summary)
-    plot_reward([(t.run.name, records)], t.run.folder / "reward.png")
+    plot_reward(t.run.name, records, t.run.folder / "reward.png")
     return summary
 
 

@@ -191,5 +191,5 @@ def finish(t: loop.Training, parent: str, train: Conversations) -> dict[str, Any
         "conversations_left_out": train.left_out,
     }
     t.run.write_summary(summary)
-    plot_loss([(t.run.name, records)], t.run.folder / "loss.png")
+    plot_loss(t.run.name, records, t.run.folder / "loss.png")
     return summary

@@ -20,31 +20,25 @@ OPENED = templates("""
     val    The school of {home} smelled of chalk, and {n} the {trade} had some questions.
 """)
 # The first question of a lesson, the second and the last.
-ASKS = (
-    (
-        '"{q}" asked {n}.',
-        '"{q}" {he} asked.',
-        '{n} asked: "{q}"',
-        'The first question was: "{q}"',
-        '{n} began with this one: "{q}"',
-        '"Let us begin," {he} said. "{q}"',
-    ),
-    (
-        '"{q}" asked {n}.',
-        '"{q}" {he} asked.',
-        '{n} asked: "{q}"',
-        'The next question was: "{q}"',
-        'Then {he} asked: "{q}"',
-        '"Very good," {he} said. "{q}"',
-    ),
-    (
-        '"{q}" asked {n}.',
-        '{n} asked: "{q}"',
-        'The last question was: "{q}"',
-        'Last of all {he} asked: "{q}"',
-        '"And one more," {he} said. "{q}"',
-    ),
-)
+ASKS = templates("""
+    first   "{q}" asked {n}.
+    first   "{q}" {he} asked.
+    first   {n} asked: "{q}"
+    first   The first question was: "{q}"
+    first   {n} began with this one: "{q}"
+    first   "Let us begin," {he} said. "{q}"
+    second  "{q}" asked {n}.
+    second  "{q}" {he} asked.
+    second  {n} asked: "{q}"
+    second  The next question was: "{q}"
+    second  Then {he} asked: "{q}"
+    second  "Very good," {he} said. "{q}"
+    last    "{q}" asked {n}.
+    last    {n} asked: "{q}"
+    last    The last question was: "{q}"
+    last    Last of all {he} asked: "{q}"
+    last    "And one more," {he} said. "{q}"
+""")
 ANSWERS = (
     '"{r}," said the class.',
     '"{r}," said a small voice.',
@@ -66,7 +60,7 @@ def lessons(split: Split, rng: RandomStream) -> Iterator[str]:
         fill = {"n": teacher.name, "he": teacher.pronoun, "home": teacher.home, "trade": teacher.trade}
         lines = [rng.choice(OPENED[split]).format(day=rng.choice(DAYS), **fill)]
         asked: list[str] = []
-        for asks, answers in zip(ASKS, rng.shuffled(ANSWERS), strict=False):
+        for asks, answers in zip(ASKS.values(), rng.shuffled(ANSWERS), strict=False):
             roll = rng.random()
             if roll < 0.7:
                 saying = deck.deal()
