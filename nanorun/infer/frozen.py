@@ -2,9 +2,12 @@
 
 Training keeps fp32 master weights and casts them at every use. Decoding one token reads every weight once, so
 the time of a step is the time to read them, and a cast at every token would double it. `freeze` returns a `GPT`
-that runs the same trunk on weights in the compute dtype. Queries, keys, values and the gate of the value
-embedding are rows of one matrix a layer, hence one GEMM for the trunk; the fast decode step takes the gate's rows
-as well (infer/kernels/weights.py).
+that runs the same trunk on weights in the compute dtype, where
+
+- queries, keys, values and the gate of the value embedding are rows of one matrix a layer, hence one GEMM. The gate
+  reads only the first channels of the stream; its rows are zero behind them;
+- the norm of an embedding and its smear gate depend on the token alone: both are computed once, for the whole
+  vocabulary.
 
 `int8=True` stores matrices and head as int8 with one scale per output row: w ≈ scale · int8, symmetric. Half the
 bytes of bf16, so up to twice the speed where a step is bound by reading weights. Embeddings are only looked up and
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanorun.model.gpt import GPT, Attention, Linear
+from nanorun.model.gpt import GPT, Attend, Attention, Gate, Linear, norm
 
 ROW_MULTIPLE = 16  # the joined matrix is padded to a multiple of it: GPUs prefer aligned outputs
 
@@ -42,26 +45,44 @@ class Matrix:
 
 
 class FrozenLinear(nn.Module):
-    """A projection by the first `outputs` rows of a matrix."""
-
-    def __init__(self, matrix: Matrix, outputs: int | None = None) -> None:
+    def __init__(self, matrix: Matrix) -> None:
         super().__init__()
         self.matrix = matrix
-        self._weight, self._scale = (
-            matrix.weight[:outputs],
-            matrix.scale,
-        )  # a view: `FrozenGPT.load` writes in place
-        if self._scale is not None:
-            self._scale = self._scale[:outputs]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._scale is None:
-            return F.linear(x, self._weight)
-        return F.linear(x, self._weight.to(x.dtype)) * self._scale.to(x.dtype)
+    def __call__(self, x: Tensor) -> Tensor:
+        """Without hooks: on a CPU, looking for them takes as long as a small matmul."""
+        weight, scale = self.matrix.weight, self.matrix.scale
+        if scale is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
+
+
+class FrozenAttention(Attention):
+    """Its `joined` matrix has the rows of q, k, v, then of the value gate, then padding."""
+
+    def __init__(self, attention: Attention, dtype: torch.dtype, int8: bool) -> None:
+        nn.Module.__init__(self)
+        self.config, gate = attention.config, attention.value_gate
+        rows = [attention.q.weight, attention.k.weight, attention.v.weight]
+        self._qkv_rows = sum(part.size(0) for part in rows)
+        self._gate_rows = 0 if gate is None else gate.out_features
+        if gate is not None:
+            rows.append(F.pad(gate.weight, (0, rows[0].size(1) - gate.in_features)))
+        joined = torch.cat(rows)
+        joined = F.pad(joined, (0, 0, 0, -joined.size(0) % ROW_MULTIPLE))
+        self.joined = FrozenLinear(_matrix(joined, dtype, int8))
+        self.out = _frozen(attention.out, dtype, int8)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = self.joined(x)
+        gate = y[..., self._qkv_rows : self._qkv_rows + self._gate_rows] if self._gate_rows else None
+        return y[..., : self._qkv_rows], gate
 
 
 class FrozenGPT(GPT):
-    """A `GPT` whose weights change only by `load`. Its matrices are `FrozenLinear`s."""
+    """A `GPT` whose weights change only by `load`. Its matrices are `FrozenLinear`s, its embeddings normalized."""
+
+    smear: Tensor | None  # (V, 1): the smear gate of each token
 
     def __init__(self, model: GPT, dtype: torch.dtype, int8: bool) -> None:
         with torch.device("meta"):
@@ -72,21 +93,29 @@ class FrozenGPT(GPT):
             for name, value in model.state_dict().items()
             if not name.startswith(("blocks.", "head."))
         }
+        tables["embed.weight"] = norm(tables["embed.weight"])
         self.load_state_dict(tables, assign=True, strict=False)
+        self.smear = self.smear_share(self.embed.weight) if self.config.smear else None
         self.cos, self.sin = model.cos.to(dtype, copy=True), model.sin.to(dtype, copy=True)
         for mine, its in zip(self.layers(), model.layers(), strict=True):
-            attention = mine.attention
-            joined = _matrix(_joined(its.attention), dtype, int8)
-            qkv_rows = sum(part.out_features for part in (attention.q, attention.k, attention.v))
-            attention.joined = FrozenLinear(joined, qkv_rows)
-            if attention.value_gate is not None:  # as the joined matrix has it, which int8 has rounded
-                rows = slice(qkv_rows, qkv_rows + attention.value_gate.out_features)
-                gate = joined.dense(dtype)[rows, : attention.value_gate.in_features].clone()
-                attention.value_gate.load_state_dict({"weight": gate}, assign=True)
-            attention.out = _frozen(its.attention.out, dtype, int8)
+            mine.attention = FrozenAttention(its.attention, dtype, int8)
             mine.mlp.up, mine.mlp.down = _frozen(its.mlp.up, dtype, int8), _frozen(its.mlp.down, dtype, int8)
         self.head = _frozen(model.head, dtype, int8)
         self.requires_grad_(False)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embed.weight)
+
+    def hidden_at(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The trunk over tokens (N,) of any sequences, each with the token before it and its position, to (N, D)."""
+        rope = F.embedding(positions, self.cos).unsqueeze(-2), F.embedding(positions, self.sin).unsqueeze(-2)
+
+        def gated(x: Tensor, gate: Gate) -> Tensor:
+            assert self.smear is not None
+            share = F.embedding(tokens, self.smear) * (positions > 0).unsqueeze(-1)
+            return share * self.embedded(previous)
+
+        return self.trunk(tokens, rope, gated, attend)
 
     @property
     def device(self) -> torch.device:
@@ -102,8 +131,8 @@ class FrozenGPT(GPT):
             yield matrix.weight
             if matrix.scale is not None:
                 yield matrix.scale
-        yield from (p for p in self.parameters() if not p.is_meta)
-        yield from (self.cos, self.sin)
+        yield from self.parameters()
+        yield from (self.cos, self.sin, *([] if self.smear is None else [self.smear]))
 
     @property
     def bytes(self) -> int:
@@ -144,16 +173,6 @@ def rounded(model: GPT) -> GPT:
             matrix = quantize(module.weight)
             module.weight.copy_(matrix.dense(module.weight.dtype))
     return copied
-
-
-def _joined(attention: Attention) -> Tensor:
-    """Rows of q, k, v, then of the value gate (zero behind the channels it reads), then padding."""
-    rows = [attention.q.weight, attention.k.weight, attention.v.weight]
-    if attention.value_gate is not None:
-        gate = attention.value_gate.weight
-        rows.append(F.pad(gate, (0, rows[0].size(1) - gate.size(1))))
-    joined = torch.cat(rows)
-    return F.pad(joined, (0, 0, 0, -joined.size(0) % ROW_MULTIPLE))
 
 
 def _matrix(weight: Tensor, dtype: torch.dtype, int8: bool) -> Matrix:

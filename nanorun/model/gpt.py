@@ -79,27 +79,25 @@ class Attention(nn.Module):
         self.value_gate = (
             Linear(VALUE_GATE_CHANNELS, config.kv_heads) if config.has_value_embedding(layer) else None
         )
-        self.joined: nn.Module | None = None  # q, k and v as one frozen projection (infer/frozen.py)
 
     def forward(
         self, x: Tensor, rope: Rope, values: Tensor | None, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """`values` are the rows of this layer's value embedding, (..., K·D)."""
         config = self.config
-        heads = self.project(x).unflatten(-1, (-1, config.head_dim))  # (..., H + 2K, D)
+        qkv, gate = self.project(x)
+        heads = qkv.unflatten(-1, (-1, config.head_dim))  # (..., H + 2K, D)
         qk_heads = config.heads + config.kv_heads
         qk = norm(rotate(heads[..., :qk_heads, :], rope)) * config.qk_gain
         q, k, v = qk[..., : config.heads, :], qk[..., config.heads :, :], heads[..., qk_heads:, :]
-        if values is not None and self.value_gate is not None:
-            gate = 3 * torch.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
-            v = v + gate.unsqueeze(-1) * values.to(v.dtype).view(v.shape)
+        if values is not None and gate is not None:
+            v = v + (3 * torch.sigmoid(gate)).unsqueeze(-1) * values.to(v.dtype).view(v.shape)
         return cast(Tensor, self.out(attend(q, k, v).flatten(-2)))
 
-    def project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values by one matmul instead of three."""
-        if self.joined is not None:
-            return cast(Tensor, self.joined(x))
-        return F.linear(x, torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values, by one matmul instead of three; and the value gate before its sigmoid."""
+        qkv = F.linear(x, torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype))
+        return qkv, None if self.value_gate is None else self.value_gate(x[..., :VALUE_GATE_CHANNELS])
 
 
 class MLP(nn.Module):
@@ -168,7 +166,7 @@ class GPT(nn.Module):
     def trunk(self, tokens: Tensor, rope: Rope, previous: Previous, attend: Attend) -> Tensor:
         """The normalized residual stream after the last block, (..., D)."""
         config = self.config
-        x = norm(self.embed(tokens).to(self.dtype))
+        x = self.embedded(tokens)
         if config.smear:
             x = x + previous(x, self.smear_share)
         x0, middle = x, x
@@ -183,6 +181,9 @@ class GPT(nn.Module):
             x = x - self.backout_scale.to(x.dtype) * middle
         return norm(x)
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return norm(self.embed(tokens).to(self.dtype))
+
     def smear_share(self, x: Tensor) -> Tensor:
         """How much of the previous token's embedding is added to each embedding."""
         return torch.sigmoid(self.smear_gate(x[..., :SMEAR_GATE_CHANNELS])) * self.smear_scale.to(x.dtype)
@@ -193,18 +194,6 @@ class GPT(nn.Module):
         return self.trunk(
             tokens, self.rope(tokens, docs), functools.partial(previous_in_rows, docs=docs), attend
         )
-
-    def hidden_at(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The trunk over tokens (N,) of any sequences, each with the token before it and its position, to (N, D)."""
-        rope = (
-            self.cos[positions].unsqueeze(-2).to(self.dtype),
-            self.sin[positions].unsqueeze(-2).to(self.dtype),
-        )
-
-        def gated(x: Tensor, gate: Gate) -> Tensor:
-            return gate(x) * norm(self.embed(previous).to(self.dtype)) * (positions > 0).unsqueeze(-1)
-
-        return self.trunk(tokens, rope, gated, attend)
 
     def forward(
         self, tokens: Tensor, targets: Tensor, docs: Tensor | None = None, per_token: bool = False

@@ -1,8 +1,7 @@
 """The inputs of the fast decode step: a frozen model's weights as the kernels read them, and the workspace.
 
-Matrices and rotary tables are those of the frozen model. What depends on the token alone is computed once for the
-whole vocabulary: the norm of its embedding, and its smear gate. Scalars become Python numbers, since a step is
-captured for fixed weights.
+Matrices and tables are those of the frozen model. Scalars become Python numbers, since a step is captured for fixed
+weights.
 """
 
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from nanorun.config import ModelConfig
-from nanorun.infer.frozen import FrozenGPT, FrozenLinear, Matrix
+from nanorun.infer.frozen import FrozenAttention, FrozenGPT, FrozenLinear, Matrix
 from nanorun.infer.kernels.attention import Heads
-from nanorun.model.gpt import norm
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,16 @@ class DecodeWeights:
     @torch.no_grad()
     def of(model: FrozenGPT) -> "DecodeWeights":
         config, layers = model.config, model.layers()
-        embed = norm(model.embed.weight)
         scalars = config.residual_scalars
         return DecodeWeights(
             config=config,
             dtype=model.dtype,
-            embed=embed,
-            smear=model.smear_share(embed) if config.smear else None,
+            embed=model.embed.weight,
+            smear=model.smear,
             value_embeds={
                 int(i): cast(nn.Embedding, table).weight for i, table in model.value_embeds.items()
             },
-            qkv=tuple(_matrix(layer.attention.joined) for layer in layers),
+            qkv=tuple(_matrix(cast(FrozenAttention, layer.attention).joined) for layer in layers),
             out=tuple(_matrix(layer.attention.out) for layer in layers),
             up=tuple(_matrix(layer.mlp.up) for layer in layers),
             down=tuple(_matrix(layer.mlp.down) for layer in layers),
@@ -73,7 +70,7 @@ class DecodeWeights:
         )
 
 
-def _matrix(module: nn.Module | None) -> Matrix:
+def _matrix(module: nn.Module) -> Matrix:
     return cast(FrozenLinear, module).matrix
 
 
