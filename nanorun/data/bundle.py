@@ -12,7 +12,7 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,16 +143,15 @@ def _open_zip(path: Path) -> Bundle:
         members = archive.infolist()
         sizes = {member.filename: member.file_size for member in members if _is_relevant(member.filename)}
         _check_total(path, len(members), sum(sizes.values()))
-    root = _root(path, sizes)
 
     def read(name: str) -> bytes:
-        _check_member(path, name, sizes[root + name])
-        with zipfile.ZipFile(path) as archive, archive.open(root + name) as file:
+        _check_member(path, name, sizes[name])
+        with zipfile.ZipFile(path) as archive, archive.open(name) as file:
             content = file.read(_MAX_MEMBER_BYTES + 1)
             _check_member(path, name, len(content))
             return content
 
-    return Bundle(path, _below(root, sizes), read)
+    return _below_root(path, sizes, read)
 
 
 def _open_tar(path: Path) -> Bundle:
@@ -164,24 +163,21 @@ def _open_tar(path: Path) -> Bundle:
                 _check_member(path, member.name, member.size)
                 file = archive.extractfile(member)
                 contents[member.name.removeprefix("./")] = file.read() if file is not None else b""
-    root = _root(path, contents)
-    return Bundle(path, _below(root, contents), lambda name: contents[root + name])
+    return _below_root(path, contents, contents.__getitem__)
 
 
 def _is_relevant(name: str) -> bool:
     return name.endswith(_RELEVANT_SUFFIXES) and not name.startswith("__MACOSX/")
 
 
-def _root(path: Path, names: dict[str, int] | dict[str, bytes]) -> str:
-    """The folder inside the archive that holds core.yaml, with a trailing '/'."""
+def _below_root(path: Path, names: Iterable[str], read: Callable[[str], bytes]) -> Bundle:
+    """The bundle below the folder inside the archive that holds core.yaml."""
     roots = [name.removesuffix(MARKER) for name in names if name.split("/")[-1] == MARKER]
     if not roots:
         raise UserError(f"{path} has no {MARKER} inside: name a CORE bundle, or {_hint()}")
-    return min(roots, key=len)
-
-
-def _below(root: str, names: dict[str, int] | dict[str, bytes]) -> frozenset[str]:
-    return frozenset(name.removeprefix(root) for name in names if name.startswith(root))
+    root = min(roots, key=len)
+    below = frozenset(name.removeprefix(root) for name in names if name.startswith(root))
+    return Bundle(path, below, lambda name: read(root + name))
 
 
 def _check_total(path: Path, members: int, size: int) -> None:

@@ -185,18 +185,16 @@ def datasets_table(datasets: Sequence[Dataset]) -> str:
     rows = []
     for dataset in datasets:
         for split in ("train", "val"):
-            shards = dataset.of(split)
-            known = all(shard.text_bytes is not None for shard in shards)
-            tokens = sum(shard.tokens for shard in shards)
+            known = all(shard.text_bytes is not None for shard in dataset.of(split))
             rows.append(
                 [
                     dataset.name if split == "train" else "",
                     split,
-                    f"{sum(shard.documents for shard in shards):,}",
-                    f"{sum(shard.text_bytes or 0 for shard in shards):,}" if known else "?",
-                    f"{tokens:,}" if dataset.kind == "bin" else "–",
-                    f"{len(shards):,}",
-                    console.size(sum(shard.file_bytes for shard in shards)),
+                    f"{dataset.total('documents', split):,}",
+                    f"{dataset.total('text_bytes', split):,}" if known else "?",
+                    f"{dataset.total('tokens', split):,}" if dataset.kind == "bin" else "–",
+                    f"{len(dataset.of(split)):,}",
+                    console.size(dataset.total("file_bytes", split)),
                 ]
             )
     return table(["dataset", "split", "documents", "bytes of text", "tokens", "shards", "on disk"], rows)

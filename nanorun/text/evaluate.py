@@ -8,26 +8,11 @@ temporary slowdown of the machine affects all of them.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from nanorun.errors import UserError
 from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class TokenizerReport:
-    name: str
-    vocab_size: int
-    tokens: int
-    bytes_per_token: float
-    chars_per_token: float
-    fertility: float  # tokens per whitespace-separated word
-    mb_per_s: float  # encoding on one thread
-    mb_per_s_all: float  # on `threads` threads
-    threads: int
-    roundtrip: bool  # whether decoding returned every text exactly
-    kinds: Mapping[str, float]  # bytes per token for each of SAMPLES
 
 
 def evaluate_tokenizers(
@@ -35,7 +20,8 @@ def evaluate_tokenizers(
     tokenizers: Sequence[Tokenizer],
     repeats: int = 3,
     threads: int | None = None,
-) -> list[TokenizerReport]:
+) -> list[dict[str, Any]]:
+    """A record for each tokenizer. `kinds` has its bytes per token for each of SAMPLES."""
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
     if not size:
         raise UserError("There is no text to evaluate tokenizers on: name a dataset with validation text.")
@@ -49,19 +35,20 @@ def evaluate_tokenizers(
             for text, a, b in zip(texts, offsets[:-1], offsets[1:], strict=True)
         )
         reports.append(
-            TokenizerReport(
-                name=tokenizer.name,
-                vocab_size=tokenizer.vocab_size,
-                tokens=len(tokens),
-                bytes_per_token=size / len(tokens),
-                chars_per_token=sum(map(len, texts)) / len(tokens),
-                fertility=len(tokens) / max(1, sum(len(text.split()) for text in texts)),
-                mb_per_s=size / one[i] / 1e6,
-                mb_per_s_all=size / many[i] / 1e6,
-                threads=threads,
-                roundtrip=roundtrip,
-                kinds={kind: bytes_per_token(tokenizer, [text]) for kind, text in SAMPLES.items()},
-            )
+            {
+                "name": tokenizer.name,
+                "vocab_size": tokenizer.vocab_size,
+                "tokens": len(tokens),
+                "bytes_per_token": size / len(tokens),
+                "chars_per_token": sum(map(len, texts)) / len(tokens),
+                "fertility": len(tokens)
+                / max(1, sum(len(text.split()) for text in texts)),  # tokens per word
+                "mb_per_s": size / one[i] / 1e6,  # on one thread
+                "mb_per_s_all": size / many[i] / 1e6,  # on all of `threads`
+                "threads": threads,
+                "roundtrip": roundtrip,  # whether decoding returned every text exactly
+                "kinds": {kind: bytes_per_token(tokenizer, [text]) for kind, text in SAMPLES.items()},
+            }
         )
     return reports
 

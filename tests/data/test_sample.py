@@ -21,17 +21,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorun.data.sample import KINDS, Question, conversations, documents, is_correct, questions, world
+from nanorun.data.sample import documents
 from nanorun.data.sample.entries import comparisons, entries, lists
 from nanorun.data.sample.lessons import lessons
 from nanorun.data.sample.letters import COMMON, spelling, words
 from nanorun.data.sample.numbers import in_words
 from nanorun.data.sample.phrases import PHRASINGS
+from nanorun.data.sample.questions import KINDS, Question, is_correct, questions
 from nanorun.data.sample.rng import RandomStream, Split
 from nanorun.data.sample.sentences import OPENERS
 from nanorun.data.sample.stories import stories
-from nanorun.data.sample.talk import ABOUT_ITS_WORK, ABOUT_ITSELF, GREETINGS, PARTINGS, Manners, stranger
-from nanorun.data.sample.world import Animal, Person, an, capital
+from nanorun.data.sample.talk import (
+    ABOUT_ITS_WORK,
+    ABOUT_ITSELF,
+    GREETINGS,
+    PARTINGS,
+    Manners,
+    conversations,
+    stranger,
+)
+from nanorun.data.sample.world import Animal, Person, an, capital, world
 
 SPLITS: tuple[Split, ...] = ("train", "val")
 PINS = {

@@ -2,9 +2,9 @@
 
 The first run of nanorun needs data without a download. This package writes it: the Lantern Isles, five invented
 islands with their villages, people and animals. Plain documents (`documents`) for pretraining tell of them, work out
-sums and spell words; `conversations` teach a chat model to answer; `questions` and `is_correct` test it. Everything is
-composed from one table of facts (world.py), so nothing contradicts anything, and everything is deterministic: the same
-arguments give the same bytes on every machine.
+sums and spell words; `conversations` (talk.py) teach a chat model to answer; `questions` and `is_correct`
+(questions.py) test it. Everything is composed from one table of facts (world.py), so nothing contradicts anything,
+and everything is deterministic: the same arguments give the same bytes on every machine.
 
 Validation differs from training in its phrasings and its combinations (which facts occur together, which numbers are
 added, which words occur together), never in its facts: a model that understood the training text can answer every
@@ -19,25 +19,8 @@ from nanorun.data.sample.entries import comparisons, entries, lists
 from nanorun.data.sample.lessons import lessons
 from nanorun.data.sample.letters import counting, signals, spelling
 from nanorun.data.sample.numbers import daily, sums, worked
-from nanorun.data.sample.questions import KINDS, Kind, Question, is_correct, questions
 from nanorun.data.sample.rng import RandomStream, Split, check_split
 from nanorun.data.sample.stories import stories
-from nanorun.data.sample.talk import conversations
-from nanorun.data.sample.world import Fact, World, world
-
-__all__ = [
-    "KINDS",
-    "Fact",
-    "Kind",
-    "Question",
-    "Split",
-    "World",
-    "conversations",
-    "documents",
-    "is_correct",
-    "questions",
-    "world",
-]
 
 
 def documents(split: Split, size: int, seed: int = 0) -> Iterator[str]:

@@ -18,7 +18,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
-NAME = "the Lantern Isles"
 Pronoun = Literal["it", "she", "he"]
 
 
