@@ -37,9 +37,7 @@ class TokenBlock:
 class Source(Protocol):
     bos: int
     fingerprint: str  # changes when the content or order of units changes
-
-    @property
-    def units(self) -> int: ...
+    units: int  # how many there are
 
     def load(self, units: Sequence[int]) -> TokenBlock: ...
 
@@ -74,10 +72,7 @@ class TextSource:
             for shard in dataset.of(split)
             for group in range(shard.row_groups)
         ]
-
-    @property
-    def units(self) -> int:
-        return len(self._units)
+        self.units = len(self._units)
 
     def load(self, units: Sequence[int]) -> TokenBlock:
         import pyarrow.parquet
@@ -105,10 +100,7 @@ class BinSource:
             str(bos),
             *(f"{path.name} {len(m)}" for path, m in zip(files, self._maps, strict=True)),
         )
-
-    @property
-    def units(self) -> int:
-        return len(self._units)
+        self.units = len(self._units)
 
     def load(self, units: Sequence[int]) -> TokenBlock:
         tokens = [np.zeros(0, np.uint16)]
@@ -156,10 +148,7 @@ class ConversationSource:
         self.bos = bos
         self.fingerprint = _digest(fingerprint, str(len(items)))
         self._items = items
-
-    @property
-    def units(self) -> int:
-        return -(-len(self._items) // CONVERSATION_UNIT)
+        self.units = -(-len(items) // CONVERSATION_UNIT)
 
     def load(self, units: Sequence[int]) -> TokenBlock:
         ids: list[int] = []
