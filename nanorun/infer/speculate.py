@@ -48,15 +48,7 @@ class PromptLookup:
     def __init__(self, cache: Cache, width: int) -> None:
         self.cache, self.width = cache, width
 
-    def propose(
-        self,
-        slots: Tensor,
-        pending: Tensor,
-        positions: Tensor,
-        params: SamplingParams,
-        features: SamplingFeatures,
-        longest: int | None,
-    ) -> Tensor:
+    def propose(self, slots: Tensor, pending: Tensor, positions: Tensor, *_: object) -> Tensor:
         tokens = self.cache.tokens[slots].scatter(1, positions[:, None], pending[:, None])  # (B, context)
         at = torch.arange(tokens.size(1), device=tokens.device)
         match = (tokens == pending[:, None]) & (at < positions[:, None])

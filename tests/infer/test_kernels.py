@@ -20,16 +20,16 @@ from nanorun.infer.forward import decode, prefill
 from nanorun.infer.frozen import Matrix, freeze, quantize
 from nanorun.infer.kernels import attention, elementwise, linear
 from nanorun.infer.kernels.attention import Heads, KVSplit
-from nanorun.infer.kernels.language import HAVE_TRITON, triton
 from nanorun.infer.kernels.linear import Tile
 from nanorun.infer.kernels.step import decode_step, fast_decode, tune, unsupported
 from nanorun.infer.kernels.weights import DecodeWeights
 from nanorun.model.gpt import build
+from nanorun.model.kernels.language import HAS_TRITON, triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXACT = 1e-6 if DEVICE.type == "cpu" else 1e-5  # a GPU's exp and rsqrt are approximate in the last bits
 needs_triton = pytest.mark.skipif(
-    not HAVE_TRITON, reason="Triton is not installed (pip install triton==3.6.0 --no-deps): kernels not run"
+    not HAS_TRITON, reason="Triton is not installed (pip install triton==3.6.0 --no-deps): kernels not run"
 )
 
 
@@ -390,7 +390,7 @@ def test_the_kernels_can_be_imported_without_triton():
         "import sys; sys.modules['triton'] = None\n"
         "from nanorun.infer.kernels import language, step\n"
         "from nanorun.errors import UserError\n"
-        "assert not language.HAVE_TRITON\n"
+        "assert not language.HAS_TRITON\n"
         "try:\n    step.decode_step(None, None, None, None, None)\n"
         "except UserError as error:\n    assert 'pip install triton' in str(error)\n"
         "else:\n    raise SystemExit(1)\n"

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from nanorun.infer.frozen import Matrix
-from nanorun.infer.kernels.language import dot_dtype, grid_dependency_wait, jit, launch_dependents, tl, triton
+from nanorun.infer.kernels.language import dot_dtype, grid_dependency_wait, launch_dependents
 from nanorun.infer.kernels.linear import EPS, Tile, store_residual
 from nanorun.model.gpt import norm, rotate
+from nanorun.model.kernels.language import tl, triton
 
 MAX_GROUP = 16  # queries per kv head
 MAX_SCORE = 60.0  # e^60 · 2^17 keys is still far inside the range of fp32 and bf16
@@ -102,19 +103,19 @@ def rope_cache_attention_reference(
 # ---- the kernels
 
 
-@jit
+@triton.jit
 def rotate_and_norm(x, at, partner, sign, cos, sin, gain, HEAD_DIM: tl.constexpr, EPS: tl.constexpr):
     """RoPE, RMSNorm and gain of heads (rows, D), in fp32; `partner` is the other channel of each pair."""
     rotated = tl.load(x + at).to(tl.float32) * cos + sign * tl.load(x + partner).to(tl.float32) * sin
     return rotated * (tl.rsqrt(tl.sum(rotated * rotated, 1) / HEAD_DIM + EPS) * gain)[:, None]
 
 
-@jit
+@triton.jit
 def first_row(tile, g):
     return tl.sum(tl.where(g[:, None] == 0, tile, 0.0), 0)
 
 
-@jit
+@triton.jit
 def attend_block(query, k, v, live, denominator, acc, TENSOR_CORES: tl.constexpr, DTYPE: tl.constexpr):
     """Adds one block of keys (n, D) and values to the softmax denominator and the weighted sum of values."""
     if TENSOR_CORES:
@@ -129,7 +130,7 @@ def attend_block(query, k, v, live, denominator, acc, TENSOR_CORES: tl.constexpr
     return denominator, acc
 
 
-@jit
+@triton.jit
 def _rope_cache_attention(
     qkv,
     k_cache,
@@ -257,7 +258,7 @@ def _rope_cache_attention(
         tl.store(out + place * HEAD_DIM + d, one_acc.to(out.dtype.element_ty))
 
 
-@jit
+@triton.jit
 def combine_heads(partial, denominators, h, real, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The attention output (heads, D) of heads h from the partial sums of their splits.
 
@@ -273,7 +274,7 @@ def combine_heads(partial, denominators, h, real, SPLITS: tl.constexpr, HEAD_DIM
     return tl.sum(acc, 1) / denominator[:, None]
 
 
-@jit
+@triton.jit
 def _combine_and_project(
     partial,
     denominators,
@@ -307,7 +308,7 @@ def _combine_and_project(
         store_residual(y, x, x, x, out, b * rows + r, r < rows, 1.0, 0.0, False, False)
 
 
-@jit
+@triton.jit
 def _combine_splits(
     partial,
     denominators,

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanorun.infer.kernels.language import grid_dependency_wait, jit, launch_dependents, tl, triton
+from nanorun.infer.kernels.language import grid_dependency_wait, launch_dependents
 from nanorun.infer.kernels.linear import EPS, Activation, activate
+from nanorun.model.kernels.language import tl, triton
 
 BLOCK = 2048
 VOCAB_BLOCK = 16_384
@@ -59,7 +60,7 @@ def greedy_sample_reference(logits: Tensor, slots: Tensor, table: Tensor) -> Ten
 # ---- kernels
 
 
-@jit
+@triton.jit
 def _embed(
     table,
     tokens,
@@ -95,7 +96,7 @@ def _embed(
     tl.store(stream + row * WIDTH + d, (stream_scale * x).to(stream.dtype.element_ty), mask=mask)
 
 
-@jit
+@triton.jit
 def _residual_norm(
     x,
     y,
@@ -131,7 +132,7 @@ def _residual_norm(
     tl.store(normed + at, value.to(normed.dtype.element_ty), mask=mask)
 
 
-@jit
+@triton.jit
 def _activate(
     x,
     y,
@@ -151,7 +152,7 @@ def _activate(
     tl.store(y + row * y_stride + d, activate(value, cap, ACTIVATION).to(y.dtype.element_ty), mask=d < width)
 
 
-@jit
+@triton.jit
 def _greedy_sample(
     logits, slots, table, out, vocab, columns, logits_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -1,9 +1,8 @@
 # mypy: disallow-untyped-defs=False
 """Triton where it is installed, and programmatic dependent launch.
 
-Importing the kernels must work without Triton (a CPU build of torch has none): `jit` and `tl` are then
-placeholders that suffice to define a kernel but not to run it. With TRITON_INTERPRET=1 in the environment before
-the first import, kernels run on the CPU, slowly, and tests use that.
+With TRITON_INTERPRET=1 in the environment before the first import, kernels run on the CPU, slowly, and tests use
+that.
 
 **Programmatic dependent launch** (PDL; Hopper and later). A kernel launched with `launch_pdl=True` may begin once
 every program of the previous kernel has called `launch_dependents()`. What it does up to its own
@@ -16,39 +15,23 @@ rules keep this correct here:
 """
 
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
 
 from nanorun.errors import UserError
+from nanorun.model.kernels.language import HAS_TRITON, tl, triton
 
-HAVE_TRITON = importlib.util.find_spec("triton") is not None
-
-
-class _Absent:
-    """What the definition of a kernel accesses where Triton is not installed."""
-
-    constexpr = object
+cuda: Any = importlib.import_module("triton.language.extra.cuda") if HAS_TRITON else None
 
 
-def _define_only(function: Any) -> Any:
-    return function
-
-
-triton: Any = importlib.import_module("triton") if HAVE_TRITON else None
-tl: Any = importlib.import_module("triton.language") if HAVE_TRITON else _Absent()
-cuda: Any = importlib.import_module("triton.language.extra.cuda") if HAVE_TRITON else None
-jit: Any = triton.jit if HAVE_TRITON else _define_only
-
-
-@jit
+@triton.jit
 def launch_dependents(PDL: tl.constexpr):
     if PDL:
         cuda.gdc_launch_dependents()
 
 
-@jit
+@triton.jit
 def grid_dependency_wait(PDL: tl.constexpr):
     if PDL:
         cuda.gdc_wait()
@@ -59,7 +42,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def require_triton() -> None:
-    if not HAVE_TRITON:
+    if not HAS_TRITON:
         raise UserError("The decode kernels need Triton, which is not installed: pip install triton (Linux).")
 
 

@@ -30,12 +30,10 @@ from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.language import (
     dot_dtype,
     grid_dependency_wait,
-    jit,
     largest_power_of_two_in,
     launch_dependents,
-    tl,
-    triton,
 )
+from nanorun.model.kernels.language import tl, triton
 
 EPS = NORM_EPSILON
 Activation = Literal["none", "relu2", "softcap"]
@@ -78,7 +76,7 @@ def linear_residual_reference(
 # ---- device functions
 
 
-@jit
+@triton.jit
 def load_matrix_rows(w, r, rows, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The whole rows r of a matrix, as a tuple of (rows, BLOCK_K) tiles."""
     at = r[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
@@ -89,7 +87,7 @@ def load_matrix_rows(w, r, rows, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return tiles
 
 
-@jit
+@triton.jit
 def multiply(tiles, x, NORM: tl.constexpr, EPS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The products of those rows with one vector of activations, with or without RMSNorm.
 
@@ -110,7 +108,7 @@ def multiply(tiles, x, NORM: tl.constexpr, EPS: tl.constexpr, K: tl.constexpr, B
     return y
 
 
-@jit
+@triton.jit
 def activate(y, cap, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu2":
         y = tl.maximum(y, 0.0)
@@ -120,7 +118,7 @@ def activate(y, cap, ACTIVATION: tl.constexpr):
     return y
 
 
-@jit
+@triton.jit
 def store_residual(y, x, extra, keep, out, at, mask, alpha, beta, EXTRA: tl.constexpr, KEEP: tl.constexpr):
     """Stores the residual stream alpha·(x + y) + beta·extra; each element is read and written by one thread."""
     y += tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -132,7 +130,7 @@ def store_residual(y, x, extra, keep, out, at, mask, alpha, beta, EXTRA: tl.cons
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
-@jit
+@triton.jit
 def prefetch_rows(
     w, first, rows, ROWS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):
@@ -155,7 +153,7 @@ def prefetch_rows(
 # ---- the kernels
 
 
-@jit
+@triton.jit
 def _norm_gemv(
     x,
     w,
@@ -185,7 +183,7 @@ def _norm_gemv(
         tl.store(y + b * y_stride + r, z.to(y.dtype.element_ty), mask=r < rows)
 
 
-@jit
+@triton.jit
 def _gemv_residual(
     h,
     w,
@@ -217,7 +215,7 @@ def _gemv_residual(
         store_residual(z, x, extra, keep, out, b * rows + r, r < rows, alpha, beta, EXTRA, KEEP)
 
 
-@jit
+@triton.jit
 def _gemm(
     x,
     w,
