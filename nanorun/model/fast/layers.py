@@ -90,17 +90,11 @@ def norm_mlp(
         None if x0 is None else x0.flatten(0, -2),
         lambda_,
         mu,
-        *stream.flatten(),
+        up.tensors,
+        down.tensors,
         up_weight,
         down_weight,
-        up.data,
-        up.data_t,
-        up.scale,
-        up.max_norms,
-        down.data,
-        down.data_t,
-        down.scale,
-        down.max_norms,
+        *stream.flatten(),
     )
     x = s.view(stream.x.shape) if stream.is_deferred else stream.x
     delta = y.view(x.shape)
@@ -123,39 +117,30 @@ class _NormMLP(torch.autograd.Function):
         next_x0: Tensor | None,
         next_lambda: Tensor | None,
         next_mu: Tensor | None,
-        x: Tensor,  # (N, D)
-        delta: Tensor | None,
-        x0: Tensor | None,
-        lambda_: Tensor | None,
-        mu: Tensor | None,
-        value: Tensor | None,
+        up8: tuple[Tensor, ...],
+        down8: tuple[Tensor, ...],
         up_weight: Tensor,
         down_weight: Tensor,
-        up: Tensor,
-        up_t: Tensor,
-        up_scale: Tensor,
-        up_max_norms: Tensor,
-        down: Tensor,
-        down_t: Tensor,
-        down_scale: Tensor,
-        down_max_norms: Tensor,
+        *flat_stream: Any,
     ) -> tuple[Tensor, Tensor]:
-        s, n, n_t, n_scale, inv_rms = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
+        stream = ResidualStream(*flat_stream)
+        (up, up_t, up_scale, up_max_norms), (down, down_t, down_scale, down_max_norms) = up8, down8
+        s, n, n_t, n_scale, inv_rms = materialize_and_norm(ctx, stream)
         ctx.fused_relu2, ctx.pingpong = fused_relu2, pingpong
         if fused_relu2:
-            h, h_scale = gemm.gemm_fp8_relu2(n, up, n_scale, up_scale, up_max_norms, x.shape[1])
+            h, h_scale = gemm.gemm_fp8_relu2(n, up, n_scale, up_scale, up_max_norms, s.shape[1])
             saved_h = h
         else:
-            u = gemm.gemm_fp8(n, up, n_scale, up_scale, x.dtype, pingpong)
-            h, saved_h, h_scale = relu2.quantize(u, up_max_norms, x.shape[1])
+            u = gemm.gemm_fp8(n, up, n_scale, up_scale, s.dtype, pingpong)
+            h, saved_h, h_scale = relu2.quantize(u, up_max_norms, s.shape[1])
         ctx.save_for_backward(
-            *(s, inv_rms, x0, lambda_, mu),
+            *(s, inv_rms, stream.x0, stream.lambda_, stream.mu),
             *(n_t, n_scale, saved_h, h_scale, up_t, up_scale, down_t, down_scale, down_max_norms),
         )
         if fused_residual:
             y = gemm.gemm_fp8_residual(h, down, h_scale, down_scale, s, next_x0, next_lambda, next_mu)
         else:
-            y = gemm.gemm_fp8(h, down, h_scale, down_scale, x.dtype, pingpong)
+            y = gemm.gemm_fp8(h, down, h_scale, down_scale, s.dtype, pingpong)
         return residual_output(ctx, s), y
 
     @staticmethod
@@ -176,7 +161,7 @@ class _NormMLP(torch.autograd.Function):
         pairs = [g_t, du_t], [h_t, n_t], [g_scale, du_scale], [h_scale, n_scale]
         dn, ddown, dup = gemm.gemm_fp8_grads(du, up_t, du_scale, up_scale, s.dtype, ctx.pingpong, *pairs)
         before = stream_gradients(ctx, dn, s, inv_rms, ds, None, x0, lambda_, mu)
-        return *[None] * 6, *before, dup, ddown, *[None] * 8
+        return *[None] * 8, dup, ddown, *before
 
 
 class GatedValues(NamedTuple):
@@ -202,12 +187,10 @@ def norm_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For the stream's value x of shape (B, T, D): x, then q, k, v of norm(x) with rotary embedding, QK-norm and, with
     `values`, the value embedding; and the first channels of norm(x), unquantized."""
-    arguments = (*stream.flatten(), qkv8.data, qkv8.data_t, qkv8.scale, cos, sin)
     gate_weight, table, table_grad, tokens = values or (None, None, None, None)
     gated = (gate_weight, table, table_grad, None if tokens is None else tokens.flatten())
-    s, q, k, v, first = _norm_qkv_rope(
-        *arguments, gate_channels, heads, kv_heads, gain, qkv8.pingpong, *gated, *weights
-    )
+    numbers = (gate_channels, heads, kv_heads, gain, qkv8.pingpong)
+    s, q, k, v, first = _norm_qkv_rope(qkv8.tensors, cos, sin, *numbers, *gated, *stream.flatten(), *weights)
     batch, time, width = stream.x.shape
     x = s.view(batch, time, width) if stream.is_deferred else stream.x
     q, k, v = (each.view(batch, time, -1, each.size(-1)) for each in (q, k, v))
@@ -224,15 +207,7 @@ class _NormQkvRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # (N, D)
-        delta: Tensor | None,
-        x0: Tensor | None,
-        lambda_: Tensor | None,
-        mu: Tensor | None,
-        value: Tensor | None,
-        w: Tensor,
-        w_t: Tensor,
-        w_scale: Tensor,
+        w8: tuple[Tensor, ...],
         cos: Tensor,
         sin: Tensor,
         gate_channels: int,
@@ -244,17 +219,19 @@ class _NormQkvRope(torch.autograd.Function):
         table: Tensor | None,
         table_grad: Tensor | None,
         token_ids: Tensor | None,
-        *weights: Tensor,
+        *stream_and_weights: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        s, n, n_t, n_scale, inv_rms = materialize_and_norm(ctx, x, delta, x0, lambda_, mu, value)
+        stream, weights = ResidualStream(*stream_and_weights[:6]), stream_and_weights[6:]
+        w, w_t, w_scale, _ = w8
+        s, n, n_t, n_scale, inv_rms = materialize_and_norm(ctx, stream)
         first, gate = gate_inputs(s, inv_rms, gate_channels), None
         if gate_weight is not None:
             gate = 3 * torch.sigmoid(F.linear(first, gate_weight.to(first.dtype)))
         qkv, head_inv_rms, max_inv_rms = rope_norm.gemm_rope_norm(
-            n, w, n_scale, w_scale, x.dtype, pingpong, cos, sin, gate, table, token_ids, heads, kv_heads, gain
+            n, w, n_scale, w_scale, s.dtype, pingpong, cos, sin, gate, table, token_ids, heads, kv_heads, gain
         )
         ctx.save_for_backward(
-            *(s, inv_rms, x0, lambda_, mu),
+            *(s, inv_rms, stream.x0, stream.lambda_, stream.mu),
             *(n_t, n_scale, w_t, w_scale, qkv, head_inv_rms, cos, sin, max_inv_rms),
             *(gate, gate_weight, table, table_grad, token_ids),
         )
@@ -286,20 +263,13 @@ class _NormQkvRope(torch.autograd.Function):
             g, w_t, g_scale, w_scale, s.dtype, ctx.pingpong, [g_t], [n_t], [g_scale], [n_scale]
         )
         before = stream_gradients(ctx, dn, s, inv_rms, ds, dgate_in, x0, lambda_, mu)
-        return *before, *[None] * 10, dgate_weight, *[None] * 3, *dweight.split(ctx.outputs)
+        return *[None] * 8, dgate_weight, *[None] * 3, *before, *dweight.split(ctx.outputs)
 
 
-def materialize_and_norm(
-    ctx: Any,
-    x: Tensor,
-    delta: Tensor | None,
-    x0: Tensor | None,
-    lambda_: Tensor | None,
-    mu: Tensor | None,
-    value: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """s, the value of the residual stream, and what `norm_quantize` returns for it."""
-    ctx.has_delta, ctx.is_deferred = delta is not None, delta is not None or x0 is not None
+def materialize_and_norm(ctx: Any, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """s, the value of the residual stream (N, D), and what `norm_quantize` returns for it."""
+    x, delta, x0, lambda_, mu, value = stream
+    ctx.has_delta, ctx.is_deferred = delta is not None, stream.is_deferred
     if value is not None:
         return value, *residual_norm.norm_quantize(value)
     if ctx.is_deferred:

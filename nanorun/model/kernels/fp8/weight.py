@@ -27,6 +27,10 @@ class Fp8Weight(nn.Module):
         self.register_buffer("scale", torch.empty(1), persistent=False)
         self.register_buffer("max_norms", torch.empty(2), persistent=False)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.data, self.data_t, self.scale, self.max_norms
+
     @torch.no_grad()
     def requantize(self, *weights: Tensor) -> None:
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
