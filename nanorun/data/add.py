@@ -8,6 +8,7 @@ shard. The rest is training data, which the loader shuffles.
 
 import unicodedata
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from nanorun import home
@@ -50,32 +51,29 @@ def add_files(
     name = home.check_name(name or default_name(paths), "dataset")
 
     total = sum(path.stat().st_size for path in [*files, *val_files])
-    with (
-        home.new_folder(home.data_dir() / name, replace=replace) as folder,
-        Progress(f"adding {name}", total, "B") as bar,
-    ):
-        named = {path.resolve() for path in paths}
-        documents = _documents(files, named, column, separator, bar)
-        if val_files:
-            shards = _write(folder, documents)
-            shards += _write(
-                folder, _documents(val_files, held_out, column, separator, bar), "val", len(shards)
-            )
-        else:
-            shards = _write_holding_out(folder, documents)
-        source = ", ".join(str(path) for path in paths) + (f"; validation {val}" if val else "")
-        dataset = Dataset(name, home.data_dir() / name, "parquet", tuple(shards), source)
-        dataset.save(folder)
-    return dataset
+    source = ", ".join(str(path) for path in paths) + (f"; validation {val}" if val else "")
+    bar = Progress(f"adding {name}", total, "B")
+    train = _documents(files, {path.resolve() for path in paths}, column, separator, bar)
+    validation = _documents(val_files, held_out, column, separator, bar) if val_files else None
+    return write_dataset(name, train, validation, source, bar, replace=replace)
 
 
 def write_dataset(
-    name: str, train: Iterator[str], val: Iterator[str], source: str, *, replace: bool = False
+    name: str,
+    train: Iterator[str],
+    val: Iterator[str] | None,
+    source: str,
+    bar: Progress,
+    *,
+    replace: bool = False,
 ) -> Dataset:
-    """A dataset from generated documents (the sample world)."""
-    with home.new_folder(home.data_dir() / home.check_name(name, "dataset"), replace=replace) as folder:
-        shards = _write(folder, train)
-        shards += _write(folder, val, "val", len(shards))
+    """A dataset from documents; without `val`, some of the training documents are held out."""
+    with home.new_folder(home.data_dir() / home.check_name(name, "dataset"), replace=replace) as folder, bar:
+        if val is None:
+            shards = _write_holding_out(folder, train)
+        else:
+            shards = _write(folder, train)
+            shards += _write(folder, val, "val", len(shards))
         dataset = Dataset(name, home.data_dir() / name, "parquet", tuple(shards), source)
         dataset.save(folder)
     return dataset
@@ -96,25 +94,21 @@ def _documents(
 
 
 def _write(folder: Path, documents: Iterator[str], split: Split = "train", first: int = 0) -> list[Shard]:
-    writer = ParquetWriter(folder, split, first=first)
-    try:
+    with closing(ParquetWriter(folder, split, first)) as writer:
         for document in documents:
             writer.add(document, len(document.encode()))
         return writer.finish()
-    finally:
-        writer.close()
 
 
 def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
     """Writes training shards, then the held-out documents as the last shard."""
-    train = ParquetWriter(folder, "train")
     held, held_bytes, every = [], 0, VAL_EVERY
     last: str | None = None  # kept back, to be the validation document if there is no other
 
     def add(document: str) -> None:
         train.add(document, len(document.encode()))
 
-    try:
+    with closing(ParquetWriter(folder, "train")) as train:
         for number, document in enumerate(documents, 1):
             if last is not None:
                 add(last)
@@ -139,8 +133,6 @@ def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
         if not train.documents and not held:
             raise UserError("The files hold no text: add some.")
         shards = train.finish()
-    finally:
-        train.close()
     return shards + _write(folder, iter(held), "val", len(shards))
 
 

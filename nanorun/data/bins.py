@@ -7,6 +7,7 @@ They are memory-mapped, so a corpus can be larger than memory.
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,16 +112,13 @@ def tokenize_dataset(
     ):
         splits: tuple[Split, ...] = ("train", "val")
         for split in splits:
-            writer = BinWriter(folder, split, tokenizer.bos, first=len(shards))
-            try:
+            with closing(BinWriter(folder, split, tokenizer.bos, first=len(shards))) as writer:
                 for texts in read_row_groups(dataset.files(split)):
                     sizes = [len(text.encode()) for text in texts]
                     tokens, offsets = tokenizer.encode_documents(texts, threads)
                     writer.add(tokens, offsets, sizes)
                     bar.advance(sum(sizes))
                 shards += writer.finish()
-            finally:
-                writer.close()
         made = Dataset(
             name,
             home.data_dir() / name,

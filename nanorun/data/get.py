@@ -58,10 +58,10 @@ def make_sample(
         say(f"'{name}' is already here")
         return here
     val_size = min(max(size // 20, 1000), 2_000_000)
-    with Progress("writing the sample world", size + val_size, "B") as bar:
-        train = _counted(sample.documents("train", size, seed), bar)
-        val = _counted(sample.documents("val", val_size, seed), bar)
-        return write_dataset(name, train, val, source, replace=replace)
+    bar = Progress("writing the sample world", size + val_size, "B")
+    train = _counted(sample.documents("train", size, seed), bar)
+    val = _counted(sample.documents("val", val_size, seed), bar)
+    return write_dataset(name, train, val, source, bar, replace=replace)
 
 
 def _counted(documents: Iterator[str], bar: Progress) -> Iterator[str]:

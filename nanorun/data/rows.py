@@ -13,6 +13,7 @@ middle of a block, the segments of the remaining rows are packed again.
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -220,14 +221,11 @@ class RowSequence:
 
 def count_rows(source: Source, order: RowOrder, context: int) -> int:
     """The number of rows of all epochs together. Packs all of them."""
-    cache = BlockCache(source, order)
-    try:
+    with closing(BlockCache(source, order)) as cache:
         sequence = RowSequence(cache, Position())
         while sequence.take(1024, context):
             pass
         return sequence.position.rows
-    finally:
-        cache.close()
 
 
 _NOTHING = Segments(np.zeros(0, np.int64), np.zeros(0, np.int64))

@@ -99,13 +99,8 @@ class HuggingFaceModel:
         def select(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return inputs[0].flatten(0, 1)[positions][None], *inputs[1:]
 
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
-        try:
-            tokens = _to_device(batch.tokens, self.device)
-            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
-            return logits.float()
-        finally:
-            hook.remove()
+        with self.model.get_output_embeddings().register_forward_pre_hook(select):
+            return self.all_logits(_to_device(batch.tokens, self.device))[0]
 
     @torch.no_grad()
     def all_logits(self, tokens: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanorun.console import Progress
 from nanorun.data import sources
 from nanorun.data.add import write_dataset
 from nanorun.data.bins import BinWriter, tokenize_dataset
@@ -57,7 +58,7 @@ def text_home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Datase
     dice = random.Random(5)
     words = "the gull sat on a mast and ate the captain's hat while ünïcode rain fell on 1234 boats".split()
     texts = [" ".join(dice.choices(words, k=dice.randrange(1, 90))) for _ in range(500)]
-    dataset = write_dataset("text", iter(texts[:450]), iter(texts[450:]), "made up")
+    dataset = write_dataset("text", iter(texts[:450]), iter(texts[450:]), "made up", Progress("writing"))
     tokenizer = train_tokenizer(texts, 300, "small")
     tokens = tokenize_dataset(dataset, tokenizer, threads=2)
     patch.undo()
