@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from nanorun.model.gpt import GPT, Attend, Attention, Gate, Linear, norm
 
+# Modules of the model that the frozen copy replaces. All others are copied as they are.
+REPLACED = {"q", "k", "v", "value_gate", "out", "up", "down", "head"}
 ROW_MULTIPLE = 16  # the joined matrix is padded to a multiple of it: GPUs prefer aligned outputs
 
 
@@ -58,11 +60,13 @@ class FrozenLinear(nn.Module):
 
 
 class FrozenAttention(Attention):
-    """Its `joined` matrix has the rows of q, k, v, then of the value gate, then padding."""
+    """Its `joined` matrix has the rows of q, k, v, then of the value gate, then padding. What else `Attention` has is
+    carried over as it is."""
 
     def __init__(self, attention: Attention, dtype: torch.dtype, int8: bool) -> None:
         nn.Module.__init__(self)
-        self.config, gate = attention.config, attention.value_gate
+        self.__dict__ |= {name: value for name, value in vars(attention).items() if not name.startswith("_")}
+        gate = attention.value_gate
         rows = [attention.q.weight, attention.k.weight, attention.v.weight]
         self._qkv_rows = sum(part.size(0) for part in rows)
         self._gate_rows = 0 if gate is None else gate.out_features
@@ -72,6 +76,9 @@ class FrozenAttention(Attention):
         joined = F.pad(joined, (0, 0, 0, -joined.size(0) % ROW_MULTIPLE))
         self.joined = FrozenLinear(_matrix(joined, dtype, int8))
         self.out = _frozen(attention.out, dtype, int8)
+        for name, module in attention.named_children():
+            if name not in REPLACED:
+                setattr(self, name, copy.deepcopy(module).to(dtype))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y = self.joined(x)
@@ -91,7 +98,7 @@ class FrozenGPT(GPT):
         tables = {
             name: value.to(dtype, copy=True)
             for name, value in model.state_dict().items()
-            if not name.startswith(("blocks.", "head."))
+            if not set(name.split(".")) & REPLACED
         }
         tables["embed.weight"] = norm(tables["embed.weight"])
         self.load_state_dict(tables, assign=True, strict=False)
