@@ -48,6 +48,7 @@ class ModelConfig:
     residual_scalars: bool = True  # x = λ·x + μ·x0 before each block
     smear: bool = True  # each embedding sees a little of the one before
     backout: bool = True  # subtract the middle of the stream before the last norm
+    head_gate: bool = False  # each attention head's output times a gate computed from the first channels
     document_mask: bool = False  # attention stays inside documents, positions restart
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ class ModelConfig:
         embedded = sum(self.has_value_embedding(layer) for layer in range(self.depth))
         scalars = 2 * self.depth * self.residual_scalars + self.smear + self.backout
         gates = embedded * VALUE_GATE_CHANNELS * self.kv_heads + SMEAR_GATE_CHANNELS * self.smear
+        gates += self.depth * HEAD_GATE_CHANNELS * self.heads * self.head_gate
         return {
             "matrices": self.depth * (attention + 2 * self.mlp_ratio * self.dim * self.dim),
             "head": self.padded_vocab * self.dim,
@@ -117,6 +119,7 @@ class ModelConfig:
 
 
 VALUE_GATE_CHANNELS = 12
+HEAD_GATE_CHANNELS = 12
 SMEAR_GATE_CHANNELS = 24
 
 

@@ -34,7 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanorun.config import NORM_EPSILON, SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Backend, ModelConfig
+from nanorun.config import (
+    HEAD_GATE_CHANNELS,
+    NORM_EPSILON,
+    SMEAR_GATE_CHANNELS,
+    VALUE_GATE_CHANNELS,
+    Backend,
+    ModelConfig,
+)
 from nanorun.model.attention import BatchAttention
 from nanorun.model.loss import chunked_loss, plain_loss
 
@@ -79,6 +86,7 @@ class Attention(nn.Module):
         self.value_gate = (
             Linear(VALUE_GATE_CHANNELS, config.kv_heads) if config.has_value_embedding(layer) else None
         )
+        self.head_gate = Linear(HEAD_GATE_CHANNELS, config.heads) if config.head_gate else None
 
     def forward(
         self, x: Tensor, rope: Rope, values: Tensor | None, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -92,7 +100,10 @@ class Attention(nn.Module):
         q, k, v = qk[..., : config.heads, :], qk[..., config.heads :, :], heads[..., qk_heads:, :]
         if values is not None and gate is not None:
             v = v + (3 * torch.sigmoid(gate)).unsqueeze(-1) * values.to(v.dtype).view(v.shape)
-        return cast(Tensor, self.out(attend(q, k, v).flatten(-2)))
+        y = attend(q, k, v)
+        if self.head_gate is not None:  # begins as the identity: its weights are initialized to zero
+            y = y * (2 * torch.sigmoid(self.head_gate(x[..., :HEAD_GATE_CHANNELS]))).unsqueeze(-1)
+        return cast(Tensor, self.out(y.flatten(-2)))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries, keys and values, by one matmul instead of three; and the value gate before its sigmoid."""
@@ -242,6 +253,8 @@ class GPT(nn.Module):
             nn.init.zeros_(mlp.down.weight)
             if attention.value_gate is not None:
                 nn.init.uniform_(attention.value_gate.weight, 0, 0.02)
+            if attention.head_gate is not None:
+                nn.init.zeros_(attention.head_gate.weight)
         if config.residual_scalars:
             self.lambdas.copy_(torch.linspace(1.15, 1.05, config.depth))
             self.mus.copy_(torch.linspace(0.20, 0.05, config.depth))

@@ -21,7 +21,10 @@ STACK_BYTES = 2**28  # largest stack of fp32 matrices that Muon updates at once
 
 def _rules(c: OptimConfig) -> "list[tuple[ParameterGroup, str]]":
     """Each group with a regular expression for its parameter names."""
-    matrix, value_gate = r"(attention\.(q|k|v|out)|mlp\.(up|down))\.weight", r"attention\.value_gate\.weight"
+    matrix, value_gate = (
+        r"(attention\.(q|k|v|out)|mlp\.(up|down))\.weight",
+        r"attention\.(value|head)_gate\.weight",
+    )
     embedding_betas = (0.8, 0.995)
     return [
         (ParameterGroup("matrices", c.matrix_lr, c.matrix_weight_decay), rf"blocks\.\d+\.{matrix}"),

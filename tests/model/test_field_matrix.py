@@ -42,6 +42,7 @@ CHANGES: dict[str, list[dict[str, object]]] = {
     "residual_scalars": [{"residual_scalars": False}],
     "smear": [{"smear": False}],
     "backout": [{"backout": False}],
+    "head_gate": [{"head_gate": True}],
     "document_mask": [{"document_mask": True}],
 }
 CASES = [(name, change) for name, changes in CHANGES.items() for change in changes]
