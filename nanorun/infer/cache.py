@@ -45,9 +45,8 @@ class Cache:
         slack: int = SLACK,
     ) -> None:
         self.config, self.slots, self.slack, self.scratch = config, slots, slack, slots
-        self.lengths = [
-            min(config.context, config.window(layer) + slack) for layer in range(config.depth)
-        ]  # L of each layer
+        # L of each layer
+        self.lengths = [min(config.context, config.window(layer) + slack) for layer in range(config.depth)]
         # Zeros, because masked entries are still multiplied by a weight of zero.
         shapes = [(slots + 1, config.kv_heads, length, config.head_dim) for length in self.lengths]
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]

@@ -119,9 +119,8 @@ class Engine:
     ) -> None:
         self.settings, self.tokenizer = settings or Settings(), tokenizer
         self._scheduler = Scheduler(model, self.settings, draft, decoder, self._on_finish, self._on_tool_call)
-        self._handles: dict[
-            SequenceState, Handle
-        ] = {}  # of all running samples; only for the engine's thread
+        # Of all running samples; only for the engine's thread.
+        self._handles: dict[SequenceState, Handle] = {}
         self._lock = threading.Condition()
         self._inbox = _Inbox()
         self._closing = False

@@ -101,9 +101,7 @@ def prefill(
     def mask(ring: int, window: int) -> Tensor | None:
         """Which keys each token attends to: of the ring as it was before, and of the chunks themselves."""
         if max_start == 0 and time <= window:
-            return (
-                None  # nothing cached, nothing outside the window: causal attention, which has a fast kernel
-            )
+            return None  # nothing cached or outside the window: causal attention, which has a fast kernel
         index = torch.arange(min(ring, max_start), device=device)
         cached = start - 1 - (start - 1 - index) % ring  # the position of each key in the ring, < 0: none
         at = torch.cat([cached.masked_fill(cached < 0, -window), positions], 1)[:, None]  # (R, 1, keys)

@@ -185,9 +185,8 @@ def _min_logit(z: Tensor, params: SamplingParams, features: SamplingFeatures) ->
         rank = torch.arange(z.size(1), device=z.device)
         p = ordered.masked_fill(rank >= k, float("-inf")).softmax(-1)
         before = p.cumsum(-1) - p
-        top_p = params.top_p.masked_fill(params.top_p >= 1, 2.0)[
-            :, None
-        ]  # 1 keeps all, whatever sums round to
+        # 1 keeps all, whatever sums round to.
+        top_p = params.top_p.masked_fill(params.top_p >= 1, 2.0)[:, None]
         count = ((before < top_p) & (rank < k)).sum(-1, keepdim=True)
         threshold = ordered.gather(1, count.clamp(min=1) - 1)
     elif features.top_k:

@@ -235,10 +235,8 @@ class Scheduler:
         ready = [sequence for first in done for sequence in (first, *self._fork(first))]
         rows = []
         for sequence in ready:
-            slot, params = (
-                sequence.assigned_slot,
-                SamplingParams.pack(sequence.request.sampling, sequence.seed),
-            )
+            slot = sequence.assigned_slot
+            params = SamplingParams.pack(sequence.request.sampling, sequence.seed)
             rows.append(DecodeRow(slot.index, slot.cached_tokens, sequence.tokens[-1], *params))
         self.stepper.write_rows(rows)
         self._decoding += ready

@@ -82,10 +82,8 @@ class DraftModel:
         for ahead in range(self.width + 1):
             at = (positions + ahead).clamp(max=self.max_position)
             logits = self.decode(slots, token, at, longest)
-            if (
-                ahead == self.width
-            ):  # this pass only fills the cache, which must be complete if all are accepted
-                break
+            if ahead == self.width:
+                break  # this pass only fills the cache, which must be complete if all are accepted
             history = self.cache.tokens[slots] if features.penalty else None
             token = sample(logits, params, at + 1, features, history, self.select).tokens
             draft.append(token)

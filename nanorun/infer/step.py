@@ -117,8 +117,7 @@ class Stepper:
         drafter: Drafter | None = None,
         select: GumbelArgmax = gumbel_argmax,
         capture: Capture | None = None,  # None: steps run eagerly
-        greedy_sample: GreedySample
-        | None = None,  # a kernel for the end of a greedy step, where there is one
+        greedy_sample: GreedySample | None = None,  # a kernel for the end of a greedy step
     ) -> None:
         self.decode, self.cache, self.drafter, self.select = decode, cache, drafter, select
         self.greedy_sample = greedy_sample if drafter is None else None

@@ -237,9 +237,8 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Fresh weights from torch's generator (seed it first), and the rotary tables."""
         config = self.config
-        bound = (
-            3 / config.dim
-        ) ** 0.5  # a uniform distribution of this half-width has standard deviation 1/√dim
+        # A uniform distribution of this half-width has standard deviation 1/√dim.
+        bound = (3 / config.dim) ** 0.5
         nn.init.normal_(self.embed.weight, std=0.8)
         nn.init.normal_(self.head.weight, std=0.001)
         for embed in self.value_embeds.values():

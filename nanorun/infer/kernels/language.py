@@ -46,11 +46,6 @@ def require_triton() -> None:
         raise UserError("The decode kernels need Triton, which is not installed: pip install triton (Linux).")
 
 
-def largest_power_of_two_in(number: int, limit: int) -> int:
-    """The widest tile that divides a dimension evenly: 256 in 768, 1280 or 5120."""
-    return min(number & -number, limit)
-
-
 def dot_dtype(dtype: torch.dtype) -> Any:
     """The operand dtype for tensor cores: the dtype itself, and for int8 bf16, which represents it exactly.
 

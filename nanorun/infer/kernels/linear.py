@@ -27,12 +27,7 @@ from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
 from nanorun.infer.frozen import Matrix
-from nanorun.infer.kernels.language import (
-    dot_dtype,
-    grid_dependency_wait,
-    largest_power_of_two_in,
-    launch_dependents,
-)
+from nanorun.infer.kernels.language import dot_dtype, grid_dependency_wait, launch_dependents
 from nanorun.model.kernels.language import tl, triton
 
 EPS = NORM_EPSILON
@@ -346,7 +341,7 @@ def _launch_arguments(matrix: Matrix, tile: Tile, pdl: bool) -> dict[str, Any]:
         "K": inputs,
         "SCALED": matrix.scale is not None,
         "ROWS": tile.rows,
-        "BLOCK_K": largest_power_of_two_in(inputs, tile.inputs),
+        "BLOCK_K": min(inputs & -inputs, tile.inputs),  # divides the inputs: 256 of 768, 1280 or 5120
         "PDL": pdl,
         "num_warps": tile.warps,
         "launch_pdl": pdl,

@@ -29,9 +29,7 @@ class Recipe:
     fused_add_norm: bool = True  # FP8 layers: residual additions happen in the next norm kernel
     fused_relu2: bool = True  # FP8 MLP on Hopper: ReLU² in the epilogue of the up projection
     fused_residual: bool = True  # FP8 layers on Hopper: residual additions in GEMM epilogues
-    pingpong: bool = (
-        True  # FP8 on Hopper: ping-pong GEMMs, whose epilogues overlap with the next tile's main loop
-    )
+    pingpong: bool = True  # FP8 on Hopper: GEMMs whose epilogues overlap with the next tile's main loop
     sparse_tables: bool = True  # gradients of embedding tables accumulate row by row, in place
     recompute: bool = False  # activations of a block are recomputed in the backward pass (any device)
 
