@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nanorun.errors import UserError
@@ -197,20 +197,14 @@ class Config:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Config":
-        parts = {"model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
-        names = ("data", "tokenizer", "kind")
-        if not isinstance(record, Mapping) or any(name not in record for name in (*parts, *names)):
-            missing = [n for n in (*parts, *names) if not isinstance(record, Mapping) or n not in record]
+        names = [f.name for f in fields(Config)]  # a run's config.json has others, of its stage
+        missing = [name for name in names if not isinstance(record, Mapping) or name not in record]
+        if missing:
             raise UserError(
                 f"This is not a configuration of nanorun, it has no {_listed(missing)}: use a run's config.json."
             )
-        for name in names:
-            _check(name, record[name], str)
-        if isinstance(record["model"], Mapping):
-            model = {name: value for name, value in record["model"].items() if name not in _RECIPE_FIELDS}
-            record = {**record, "model": model}
-        made = {name: _build(name, kind, record[name]) for name, kind in parts.items()}
-        return Config(**made, **{name: record[name] for name in names})
+        config: Config = _build("", Config, {name: record[name] for name in names})
+        return config
 
 
 # Implementation choices, which earlier versions stored as part of the model. Checkpoints record them now
@@ -232,7 +226,11 @@ _RENAMED_FIELDS = {
 def _build(part: str, kind: type, record: Any) -> Any:
     if not isinstance(record, Mapping):
         raise UserError(f"The configuration's {part} is {_shown(record)}: it must hold settings by name.")
-    record = {_RENAMED_FIELDS.get(k, re.sub("_rate$", "_lr", k)): value for k, value in record.items()}
+    record = {
+        _RENAMED_FIELDS.get(name, re.sub("_rate$", "_lr", name)): value
+        for name, value in record.items()
+        if name not in _RECIPE_FIELDS
+    }
     hints = get_type_hints(kind)
     unknown = sorted(str(name) for name in set(record) - set(hints))
     if unknown:
@@ -241,7 +239,10 @@ def _build(part: str, kind: type, record: Any) -> Any:
     if missing:
         raise UserError(f"The configuration's {part} has no {_listed(missing)}: use a run's config.json.")
     for name, value in record.items():
-        _check(name, value, hints[name])
+        if is_dataclass(hints[name]):
+            record[name] = _build(name, hints[name], value)
+        else:
+            _check(name, value, hints[name])
     return kind(**record)
 
 

@@ -56,49 +56,42 @@ def _package(name: str, use: str) -> Finding:
         return Finding(name, "missing", f"not installed; it {use}", f"pip install {name}")
 
 
+def _note_unless(is_ok: bool, what: str, detail: str, advice: str) -> Finding:
+    return Finding(what, "ok", detail) if is_ok else Finding(what, "note", detail, advice)
+
+
 def _device() -> list[Finding]:
     machine = hardware.detect()
     many = f"{machine.devices} × " if machine.devices > 1 else ""
     detail = f"{machine.device}: {many}{machine.name}, {size(machine.memory_bytes)}"
-    is_cpu = machine.device == "cpu"
-    device = Finding(
-        "device",
-        "note" if is_cpu else "ok",
-        detail,
-        "sufficient for the sample world; real models need a GPU" if is_cpu else "",
-    )
+    for_cpus = "sufficient for the sample world; real models need a GPU"
     bf16 = Finding("bf16", "ok", "in hardware")
     if not machine.native_bf16:
         bf16 = Finding("bf16", "note", "not in hardware: training uses fp32 here (fp16 on an older GPU)")
     triton = Finding("Triton", "ok", "compiles kernels for the GPU")
     if find_spec("triton") is None:
-        triton = Finding(
-            "Triton",
-            "missing" if machine.device == "cuda" else "note",
-            "not installed; only GPU training needs it",
-            "pip install triton on a GPU machine",
-        )
-    return [device, bf16, triton]
+        verdict: Verdict = "missing" if machine.device == "cuda" else "note"
+        advice = "pip install triton on a GPU machine"
+        triton = Finding("Triton", verdict, "not installed; only GPU training needs it", advice)
+    return [_note_unless(machine.device != "cpu", "device", detail, for_cpus), bf16, triton]
 
 
 def _memory() -> Finding:
-    cores, memory = hardware.usable_cores(), hardware.machine_memory()
-    detail = f"{cores} cores, {size(memory)} of memory"
-    if 0 < memory < 4e9:
-        return Finding("machine", "note", detail, "under 4 GB even the sample world may run out of memory")
-    return Finding("machine", "ok", detail)
+    memory = hardware.machine_memory()
+    detail = f"{hardware.usable_cores()} cores, {size(memory)} of memory"
+    advice = "under 4 GB even the sample world may run out of memory"
+    return _note_unless(memory >= 4e9 or not memory, "machine", detail, advice)
 
 
 def _disk() -> Finding:
     free = hardware.free_disk(home.home())
-    is_small = free < 5e9
-    advice = "set NANORUN_HOME to a larger disk before real training" if is_small else ""
-    return Finding("disk", "note" if is_small else "ok", f"{size(free)} free", advice)
+    advice = "set NANORUN_HOME to a larger disk before real training"
+    return _note_unless(free >= 5e9, "disk", f"{size(free)} free", advice)
 
 
 def _home() -> Finding:
     folder = home.home().resolve()
-    is_set = bool(os.environ.get("NANORUN_HOME"))
+    is_set = os.environ.get("NANORUN_HOME")
     source = "NANORUN_HOME" if is_set else "the current folder; NANORUN_HOME selects another"
     existing = folder
     while not existing.exists():
@@ -109,13 +102,12 @@ def _home() -> Finding:
     if not os.access(existing, os.W_OK):
         return Finding("home", "missing", f"{folder} is not writable", advice)
     if existing != folder:
-        return Finding(
-            "home", "note", f"{folder} ({source}) does not exist yet", "the first command creates it"
-        )
-    counts = {kind: len(list((folder / kind).glob("[!.]*/"))) for kind in ("data", "tokenizers", "runs")}
-    return Finding(
-        "home", "ok", f"{folder} ({source}): {', '.join(f'{kind} {n}' for kind, n in counts.items())}"
-    )
+        detail = f"{folder} ({source}) does not exist yet"
+        return Finding("home", "note", detail, "the first command creates it")
+    counts = [
+        f"{kind} {len(list((folder / kind).glob('[!.]*/')))}" for kind in ("data", "tokenizers", "runs")
+    ]
+    return Finding("home", "ok", f"{folder} ({source}): {', '.join(counts)}")
 
 
 def _sandbox() -> Finding:
@@ -132,6 +124,5 @@ def _sandbox() -> Finding:
 def _serve() -> Finding:
     if find_spec("fastapi") and find_spec("uvicorn"):
         return Finding("serve extra", "ok", "fastapi and uvicorn are installed")
-    return Finding(
-        "serve extra", "note", "not installed; only the web server needs it", "pip install 'nanorun[serve]'"
-    )
+    detail = "not installed; only the web server needs it"
+    return Finding("serve extra", "note", detail, "pip install 'nanorun[serve]'")

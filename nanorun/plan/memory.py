@@ -137,9 +137,7 @@ def _activation_bytes(model: ModelConfig, item: int, recipe: Recipe, fp8: Fp8) -
         queries_keys_values = dim + 2 * kv_dim  # rotated in place
         values = 0 if recipe.sparse_tables else values
     layer = item * (stream + normed + attention_out + queries_keys_values + hidden) + fp8_bytes
-    layer += 4 * (
-        model.heads + model.heads + model.kv_heads + 2
-    )  # fp32: attention's log-sum-exp, the norms' scales
+    layer += 4 * (2 * model.heads + model.kv_heads + 2)  # fp32: attention's log-sum-exp, the norms' scales
     around = 3 * dim * item  # the embedding, its norm, the last norm's input
     if recipe.recompute:
         return around + item * (model.depth * 2 * dim + kv_dim) + layer

@@ -167,11 +167,8 @@ class Service:
         return response
 
     def describe_model(self) -> dict[str, Any]:
-        model, sampling, kind = (
-            self.model,
-            self.options.sampling,
-            "chat" if self.model.is_chat_model else "base",
-        )
+        model, sampling = self.model, self.options.sampling
+        kind = "chat" if model.is_chat_model else "base"
         suggestions = SUGGESTIONS["sample" if model.data == "sample" else "any", kind]
         described = {
             "kind": kind,

@@ -53,11 +53,9 @@ class ToolState:
         max_output_tokens: int = MAX_OUTPUT_TOKENS,
     ) -> None:
         self._tokenizer, self._function = tokenizer, function
-        self._python_start, self._python_end = (
-            tokenizer.special[f"<|python_{at}|>"] for at in ("start", "end")
-        )
-        self._output_start, self._output_end = (
-            tokenizer.special[f"<|output_{at}|>"] for at in ("start", "end")
+        self._python_start, self._python_end, self._output_start, self._output_end = (
+            tokenizer.special[f"<|{at}|>"]
+            for at in ("python_start", "python_end", "output_start", "output_end")
         )
         self._max_code, self._max_output = max_code_tokens, max_output_tokens
         self._calls_left = self._max_calls = max_calls

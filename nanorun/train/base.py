@@ -162,25 +162,18 @@ class Material:
     exam: loop.Exam | None = None
 
 
-@dataclass(frozen=True)
-class Parent:
-    """The run that a stage begins from: its weights and, for a warm start, its optimizer's state."""
-
-    checkpoint: checkpoint.Checkpoint
-    warm: bool = True
-
-
 def train_within_memory(
     config: Config,
     run: Run,
     options: BaseOptions,
     found: checkpoint.Checkpoint | None,
     material: Material | None = None,
-    parent: Parent | None = None,
+    parent: checkpoint.Checkpoint | None = None,
+    warm: bool = True,
 ) -> tuple[loop.Training, bool]:
     """Trains; when the device runs out of memory, again from the last checkpoint with half the micro-batch."""
     while True:
-        training = assemble(config, run, options, found, material, parent)
+        training = assemble(config, run, options, found, material, parent, warm)
         rows = training.loader.rows
         try:
             with training.loader:
@@ -229,9 +222,11 @@ def assemble(
     options: BaseOptions,
     found: checkpoint.Checkpoint | None,
     material: Material | None = None,
-    parent: Parent | None = None,
+    parent: checkpoint.Checkpoint | None = None,
+    warm: bool = True,
 ) -> loop.Training:
-    """The parts of a run: fresh, from a parent's weights, or as a checkpoint left them. On text, if not told other."""
+    """The parts of a run: fresh, from a parent's weights (and its optimizer state, if `warm`), or as a checkpoint left
+    them. On text, unless another `material` is given."""
     machine = hardware.detect()
     device = torch.device(machine.device)
     dtype = hardware.compute_dtype(machine, options.dtype)
@@ -296,7 +291,7 @@ def assemble(
     if found is not None:
         loop.restore(training, found)
     elif parent is not None:
-        loop.load_weights(training, parent.checkpoint, with_optimizer=parent.warm)
+        loop.load_weights(training, parent, with_optimizer=warm)
     return training
 
 

@@ -204,16 +204,10 @@ def forward_backward(
     source = cast(RolloutSource, t.loader)
     try:
         batches = micro_batches(rollouts, source.rows)
-        old = (
-            old_logprobs.split([len(batch.targets) for batch in batches])
-            if old_logprobs is not None
-            else None
-        )
-        total, sums, all_logprobs = (
-            torch.zeros((), device=t.device),
-            torch.zeros(4, device=t.device),
-            list[Tensor](),
-        )
+        sizes = [len(batch.targets) for batch in batches]
+        old = old_logprobs.split(sizes) if old_logprobs is not None else None
+        total, sums = torch.zeros((), device=t.device), torch.zeros(4, device=t.device)
+        all_logprobs: list[Tensor] = []
         for i, batch in enumerate(batches):
             batch = batch.to(t.device)
             logprobs = token_logprobs(t.model, batch, rl.temperature)

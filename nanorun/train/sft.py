@@ -32,7 +32,7 @@ from nanorun.tasks.mixture import find_mixture, prepare_mixture
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import base, loop
-from nanorun.train.base import BaseOptions, Interrupted, Material, Parent
+from nanorun.train.base import BaseOptions, Interrupted, Material
 from nanorun.train.track import require
 
 LR_FRACTION = 0.8  # of the parent's learning rates
@@ -104,12 +104,12 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
             run.rewind_metrics(0)  # what a session logged that was killed before its first checkpoint
         if (summary := base.finished_summary(run, found, steps=0)) is not None:
             return summary  # with any number of steps: epochs may end early, after a rollback
-        start = Parent(newest_checkpoint(parent), sft.warm) if found is None else None
+        start = newest_checkpoint(parent) if found is None else None
         if start is not None and options.recipe is None:
             # So little text needs no FP8.
-            recompute = loop.recorded_recipe(start.checkpoint).recompute
+            recompute = loop.recorded_recipe(start).recompute
             options = replace(options, recipe=Recipe(fp8="none", recompute=recompute))
-        training, finished = base.train_within_memory(config, run, options, found, material, start)
+        training, finished = base.train_within_memory(config, run, options, found, material, start, sft.warm)
         if not finished:
             raise Interrupted(name, training.step, config.train.steps)
         return finish(training, parent, train)

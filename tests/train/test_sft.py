@@ -34,7 +34,7 @@ from nanorun.tasks.mixture import find_mixture, prepare_mixture
 from nanorun.text.chat import render
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, loop, sft
-from nanorun.train.base import BaseOptions, Material, Parent, train_base
+from nanorun.train.base import BaseOptions, Material, train_base
 from nanorun.train.sft import SFTOptions, train_sft
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,9 +192,9 @@ def assembled(world: Path, name: str, **changes) -> loop.Training:
     parent = Config.from_dict(read_config("tiny-base"))
     material = material_of(world, chosen.context or 64)
     config = sft.configure(parent, chosen, material)
-    begin = Parent(newest_checkpoint("tiny-base"), chosen.warm)
+    begin = newest_checkpoint("tiny-base")
     run = Run.open(name, config.to_dict(), fresh=True)
-    return base.assemble(config, run, BaseOptions(device_batch=4), None, material, begin)
+    return base.assemble(config, run, BaseOptions(device_batch=4), None, material, begin, chosen.warm)
 
 
 def test_the_loss_is_the_mean_over_the_steps_trained_tokens_and_the_users_do_not_count(world):
