@@ -39,12 +39,8 @@ from torch import Tensor
 from nanorun import console, home
 from nanorun.errors import UserError
 
-MODEL, OPTIMIZER, STATE, CHECKSUMS = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "state.json",
-    "checksums.json",
-)
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+STATE, CHECKSUMS = "state.json", "checksums.json"
 FILES = (MODEL, OPTIMIZER, STATE)
 _OVERHEAD = 1 << 20  # headers, checksums and file system blocks
 

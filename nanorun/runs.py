@@ -30,13 +30,8 @@ from typing import IO, Any, Self
 from nanorun import console, home
 from nanorun.errors import UserError, describe_json_error
 
-CONFIG, METRICS, SUMMARY, CHECKPOINTS, LOCK = (
-    "config.json",
-    "metrics.jsonl",
-    "summary.json",
-    "checkpoints",
-    "lock",
-)
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+CHECKPOINTS, LOCK = "checkpoints", "lock"
 SYNC_EVERY = 5.0  # seconds of metrics that a power failure may lose; a killed process loses nothing
 CHAT_KINDS = ("sft", "rl")  # kinds of run whose models answer questions
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

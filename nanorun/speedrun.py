@@ -18,16 +18,9 @@ from typing import Any
 from nanorun import home
 from nanorun.config import sample_preset
 from nanorun.console import say, seconds
-from nanorun.data import sample
+from nanorun.data import sample, vocabulary
 from nanorun.data.get import make_sample
-from nanorun.data.vocabulary import (
-    SAMPLE_DATA,
-    SAMPLE_TOKENIZER,
-    SAMPLE_VOCAB,
-    has_sample_data,
-    has_sample_tokenizer,
-    train_sample_tokenizer,
-)
+from nanorun.data.vocabulary import SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB
 from nanorun.provenance import record
 from nanorun.runs import CHECKPOINTS, SUMMARY, write_json
 from nanorun.tables import table
@@ -85,7 +78,7 @@ def stages() -> list[Stage]:
             "the sample world is written",
             3,
             home.data_dir() / SAMPLE_DATA,
-            has_sample_data,
+            vocabulary.has_sample_data,
             lambda: make_sample(name=SAMPLE_DATA, replace=True),
         ),
         Stage(
@@ -94,8 +87,8 @@ def stages() -> list[Stage]:
             "its tokenizer is trained",
             3,
             home.tokenizers_dir() / SAMPLE_TOKENIZER,
-            has_sample_tokenizer,
-            train_sample_tokenizer,
+            vocabulary.has_sample_tokenizer,
+            vocabulary.train_sample_tokenizer,
         ),
         training(BASE, "pretraining: a model reads it", "the base model is trained", 162, _base),
         training(MID, "midtraining: the model practises", "midtraining is done", 21, _mid),

@@ -40,20 +40,9 @@ CHUNK_TOKENS = 8_192  # of the loss
 LOOK = 2 / 8  # bytes read of a number in a gradient for its scale: of every eighth row (model/kernels/fp8)
 HEAD_START = 100_000_000  # cycles, about 50 ms
 
-PARTS = (
-    "matmuls",
-    "attention",
-    "rotary and qk norm",
-    "ReLU²",
-    "norms and residual stream",
-    "quantizing",
-    "loss",
-    "embeddings",
-    "gradient accumulation",
-    "casts",
-    "update",
-    "other",
-    "GPU waits",
+PARTS = tuple(
+    "matmuls, attention, rotary and qk norm, ReLU², norms and residual stream, quantizing, loss, embeddings, "
+    "gradient accumulation, casts, update, other, GPU waits".split(", ")
 )
 
 

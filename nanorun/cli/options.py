@@ -54,7 +54,7 @@ Graphs = Annotated[
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Bitwise reproducible, a little slower.")
 ]
-Track = Annotated[str | None, typer.Option(help="Log to wandb or trackio as well.")]
+Track = Annotated[Literal["wandb", "trackio"] | None, typer.Option(help="Log there as well.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete an existing run of this name and start over.")]
 Save = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
 Model = Annotated[str | None, typer.Option(help="A run's name (default: the newest).")]

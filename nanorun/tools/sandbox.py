@@ -35,16 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from nanorun.tools import seccomp
-from nanorun.tools.bubblewrap import (
-    NAMESPACES,
-    SandboxUnavailable,
-    file_system_options,
-    find_bubblewrap,
-    namespace_options,
-    python_path,
-    sandbox_user,
-)
+from nanorun.tools import bubblewrap, seccomp
+from nanorun.tools.bubblewrap import SandboxUnavailable
 
 __all__ = ["Sandbox", "SandboxResult", "SandboxUnavailable"]
 
@@ -96,11 +88,12 @@ class Sandbox:
 
     def __init__(self, bwrap: str) -> None:
         """Unchecked: use `probe`."""
-        self._user = sandbox_user()
+        self._user = bubblewrap.sandbox_user()
         self._filter = seccomp.filter_program(platform.machine())
-        self._bubblewrap = [bwrap, *self._user.options, *namespace_options(), *file_system_options()]
+        isolation = [*bubblewrap.namespace_options(), *bubblewrap.file_system_options()]
+        self._bubblewrap = [bwrap, *self._user.options, *isolation]
         bootstrap = Path(__file__).with_name("sandbox_bootstrap.py").read_text("utf-8")
-        self._python = [python_path(), "-I", "-S", "-B", "-X", "utf8", "-c", bootstrap]
+        self._python = [bubblewrap.python_path(), "-I", "-S", "-B", "-X", "utf8", "-c", bootstrap]
 
     @classmethod
     def probe(cls) -> "Sandbox":
@@ -108,7 +101,7 @@ class Sandbox:
         if sys.platform != "linux" or platform.machine() not in seccomp.MACHINES:
             system = f"{sys.platform} on {platform.machine()}"
             raise SandboxUnavailable(f"this is {system}", f"use Linux on {' or '.join(seccomp.MACHINES)}")
-        sandbox = cls(find_bubblewrap())
+        sandbox = cls(bubblewrap.find_bubblewrap())
         with tempfile.TemporaryDirectory() as folder:
             canary = Path(folder, "canary")
             canary.write_text("outside")
@@ -116,7 +109,7 @@ class Sandbox:
         if not result.ok:
             raise SandboxUnavailable(f"a first program ended with {result.reason}{_last_line(result.stderr)}")
         breach = result.stdout.rstrip("; ")
-        for name in NAMESPACES:
+        for name in bubblewrap.NAMESPACES:
             if status.get(f"{name}-namespace") in (None, os.stat(f"/proc/self/ns/{name}").st_ino):
                 breach = breach or f"share our {name} namespace"
         if breach:

@@ -38,7 +38,7 @@ from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import loop
 from nanorun.train.graphed import GraphedMicroStep
 from nanorun.train.guard import LossScaler
-from nanorun.train.track import Tracker, require
+from nanorun.train.track import Tracker, TrackerName, require
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BaseOptions:
     graphs: bool = True  # with it: micro-steps replayed as a CUDA graph
     recipe: Recipe | None = None  # None: the checkpoint's, or the default
     deterministic: bool = False
-    track: str | None = None
+    track: TrackerName | None = None
     samples: int = 10
     max_days: float | None = None  # a new run that the plan expects to take longer is rejected
 
@@ -103,27 +103,31 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
     machine = hardware.detect()
     choose_backends(config.model, torch.device(machine.device), options.backend)  # or say what is wrong
     resolve_recipe(config, machine, options, None)
-    open_dataset(config.data)
-    check_vocabulary(config, open_tokenizer(config.tokenizer))
+    dataset, tokenizer = open_dataset(config.data), open_tokenizer(config.tokenizer)
+    check_vocabulary(config, tokenizer)
     if options.track:
         require(options.track)
+    plan = estimate.make_plan(
+        config,
+        device_batch=options.device_batch,
+        validation_tokens=estimate.validation_tokens(dataset, tokenizer),
+        recipe=options.recipe or DEFAULT_RECIPE,
+    )
     begun = not options.fresh and checkpoint.steps(home.runs_dir() / name / "checkpoints")
-    made = None if begun else make_plan(config, options)
-    if made is not None and options.max_days is not None:
-        estimate.check_duration(made, options.max_days)
+    if not begun and options.max_days is not None:
+        estimate.check_duration(plan, options.max_days)
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
         found = checkpoint.load_newest(run.checkpoints)
         if found is None:
             run.rewind_metrics(0)  # what a session logged that was killed before its first checkpoint
         if (summary := finished_summary(run, found, config.train.steps)) is not None:
             return summary
-        made = made or make_plan(config, options)
-        planned = display.plan_record(made)
+        planned = display.plan_record(plan)
         write_json(run.folder / "plan.json", planned)
         left = 1 - found.step / config.train.steps if found is not None else 1
         say(
-            f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {made.gpu.name}: about "
-            f"{seconds(left * made.seconds)}{' more' if left < 1 else ''} by the plan"
+            f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {plan.gpu.name}: about "
+            f"{seconds(left * plan.seconds)}{' more' if left < 1 else ''} by the plan"
         )
         training, finished = train_within_memory(config, run, options, found)
         if not finished:
@@ -139,17 +143,6 @@ def finished_summary(run: Run, found: checkpoint.Checkpoint | None, steps: int) 
     say(f"run '{run.name}' is already finished, at step {found.step}")
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return summary
-
-
-def make_plan(config: Config, options: BaseOptions) -> estimate.TrainingPlan:
-    """What to expect of this run on this machine, with the validation text that is here."""
-    there = estimate.validation_tokens(open_dataset(config.data), open_tokenizer(config.tokenizer))
-    return estimate.make_plan(
-        config,
-        device_batch=options.device_batch,
-        validation_tokens=there,
-        recipe=options.recipe or DEFAULT_RECIPE,
-    )
 
 
 @dataclass(frozen=True)

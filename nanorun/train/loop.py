@@ -293,16 +293,13 @@ def save(t: Training) -> None:
         "numerics": numerics(t),
     }
     folder = t.run.checkpoints
+    rng = {f"rng.{name}": tensor for name, tensor in checkpoint.rng_state().items()}
     try:
-        checkpoint.save(folder, t.step, t.model.state_dict(), {**t.optimizer.state_dict(), **rng()}, state)
+        checkpoint.save(folder, t.step, t.model.state_dict(), {**t.optimizer.state_dict(), **rng}, state)
     except checkpoint.NonFinite as error:
         say(f"not saved: {error}")
         return
     checkpoint.prune(folder, t.config.train.keep_checkpoints)
-
-
-def rng() -> dict[str, Tensor]:
-    return {f"rng.{name}": state for name, state in checkpoint.rng_state().items()}
 
 
 def restore(t: Training, found: checkpoint.Checkpoint) -> None:

@@ -2,17 +2,15 @@
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from nanorun.errors import UserError
 
-TRACKERS = ("wandb", "trackio")
+TrackerName = Literal["wandb", "trackio"]
 
 
-def require(kind: str) -> Any:
+def require(kind: TrackerName) -> Any:
     """Imports the tracker's package, or says how to install it."""
-    if kind not in TRACKERS:
-        raise UserError(f"There is no tracker '{kind}': choose {' or '.join(TRACKERS)}.")
     try:
         return importlib.import_module(kind)
     except ImportError as error:
@@ -22,7 +20,7 @@ def require(kind: str) -> Any:
 class Tracker:
     """`Tracker("wandb", name, config)`. `log` takes the records that are written to metrics.jsonl."""
 
-    def __init__(self, kind: str, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, kind: TrackerName, name: str, config: Mapping[str, Any]) -> None:
         self._module = require(kind)
         self._module.init(project="nanorun", name=name, config=dict(config), resume="allow")
 
