@@ -362,7 +362,7 @@ def test_sigterm_cleans_up_and_reports_it(home, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Stopped" in errors
+    assert "Interrupted" in errors
     assert "Traceback" not in errors
     assert list((home / "data").iterdir()) == []
 

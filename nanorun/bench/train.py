@@ -24,9 +24,9 @@ from nanorun.config import Config
 from nanorun.console import Progress, say, seconds
 from nanorun.model.fast.recipe import Recipe
 from nanorun.provenance import record
-from nanorun.runs import Run
 from nanorun.train import loop
-from nanorun.train.base import BaseOptions, assemble
+from nanorun.train.base import BaseOptions
+from nanorun.train.warmup import started
 
 WARMUP_STEPS = 3
 CACHE_VARIABLES = (
@@ -98,16 +98,6 @@ def _measure(config: Config, options: BaseOptions, steps: int) -> dict[str, Any]
         first_loss=first.loss,
         loss=timed[-1].loss,
     )
-
-
-@contextmanager
-def started(config: Config, options: BaseOptions) -> Iterator[tuple[loop.Training, float]]:
-    """A training in a temporary run folder, and when its assembly started."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        training = assemble(config, Run("bench", Path(folder), {}, None), options, None)
-        with training.loader:
-            yield training, start
 
 
 @contextmanager

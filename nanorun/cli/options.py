@@ -25,7 +25,7 @@ Depth = Annotated[
 Ratio = Annotated[float | None, typer.Option(help="Train on this many tokens per parameter (default: 10.5).")]
 Tokens = Annotated[int | None, typer.Option(help="Train on this many tokens.")]
 Flops = Annotated[float | None, typer.Option(help="Train with this many FLOPs, such as 1e18.")]
-Steps = Annotated[int | None, typer.Option(help="Train for this many steps.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Train for this many steps.")]
 Context = Annotated[int, typer.Option(min=2, help="Context length: tokens per row.")]
 BatchTokens = Annotated[
     int | None, typer.Option(min=1, help="Tokens per step (default: from the training horizon).")

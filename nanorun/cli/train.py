@@ -151,8 +151,6 @@ def train_sft(
     from nanorun import tables
     from nanorun.train import base, sft
 
-    if steps is not None and steps < 1:
-        raise UserError(f"--steps is {steps}: it must be at least 1.")
     options = base.BaseOptions(
         name, fresh, device_batch, attention, dtype, compiled, graphs, None, deterministic, track
     )

@@ -117,10 +117,8 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
     if not begun and options.max_days is not None:
         estimate.check_duration(plan, options.max_days)
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
-        found = checkpoint.load_newest(run.checkpoints)
-        if found is None:
-            run.rewind_metrics(0)  # what a session logged that was killed before its first checkpoint
-        if (summary := finished_summary(run, found, config.train.steps)) is not None:
+        found, summary = find_progress(run, config.train.steps)
+        if summary is not None:
             return summary
         planned = display.plan_record(plan)
         write_json(run.folder / "plan.json", planned)
@@ -135,14 +133,16 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
         return finish(training, options, planned)
 
 
-def finished_summary(run: Run, found: checkpoint.Checkpoint | None, steps: int) -> dict[str, Any] | None:
-    """The summary of a run that has already finished with at least so many steps; else None."""
+def find_progress(run: Run, finished_at: int) -> tuple[checkpoint.Checkpoint | None, dict[str, Any] | None]:
+    """The newest checkpoint, and the summary if the run has finished with at least `finished_at` steps."""
+    found = checkpoint.load_newest(run.checkpoints)
+    if found is None:
+        run.rewind_metrics(-1)  # what a session logged that was killed before its first checkpoint
     path = run.folder / "summary.json"
-    if found is None or found.step < steps or not path.is_file():
-        return None
+    if found is None or found.step < finished_at or not path.is_file():
+        return found, None
     say(f"run '{run.name}' is already finished, at step {found.step}")
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return summary
+    return found, json.loads(path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

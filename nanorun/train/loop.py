@@ -12,7 +12,7 @@ Reinforcement learning has a step of its own (rl.py), which ends in the same `up
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -197,9 +197,8 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
     size = 1 if t.unit == "step" else train.batch_tokens
     total, done = train.steps * size, t.step * size
     with StopSignals() as stop, Progress(f"training {t.run.name}", total, t.unit, done=done) as bar:
-        for kind in evaluations_due(t) if t.step else ():
-            if not evaluated(t, kind):
-                log_evaluation(t, kind)  # the last session was killed between saving and evaluating
+        if t.step:  # the last session may have been killed between saving and evaluating
+            log_missing_evaluations(t, evaluations_due(t))
         t.should_stop = lambda: stop.requested
         # On CUDA the host runs ahead of the device, so progress advances with each step.
         by_micro_batch = t.device.type != "cuda" and t.unit == "tok"
@@ -211,9 +210,7 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 break
             except OutOfData:  # a rollback repeated steps, and data is never used twice
                 save(t)
-                for kind in evaluations_due(t, ended=True):
-                    if not evaluated(t, kind):
-                        log_evaluation(t, kind)
+                log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
             t.log(step_record(t, step))
             advanced = 1 if t.unit == "step" else 0 if by_micro_batch else step.passed
@@ -269,8 +266,11 @@ def evaluations_due(t: Training, ended: bool = False) -> list[Kind]:
     return [kind for kind, steps in every.items() if ended or (steps > 0 and t.step % steps == 0)]
 
 
-def evaluated(t: Training, kind: Kind) -> bool:
-    return any(r["kind"] == kind and r["step"] == t.step for r in read_metrics(t.run.folder))
+def log_missing_evaluations(t: Training, kinds: Sequence[Kind]) -> None:
+    logged = [(record["kind"], record["step"]) for record in read_metrics(t.run.folder)]
+    for kind in kinds:
+        if (kind, t.step) not in logged:
+            log_evaluation(t, kind)
 
 
 def log_evaluation(t: Training, kind: Kind = "eval") -> Evaluation:

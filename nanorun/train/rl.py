@@ -33,7 +33,7 @@ from nanorun.optim.schedules import scheduled_hyperparameters
 from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import loop
-from nanorun.train.base import Interrupted, common_summary, finished_summary, make_deterministic
+from nanorun.train.base import Interrupted, common_summary, find_progress, make_deterministic
 from nanorun.train.guard import LossScaler, StepVerdict, ThroughputMonitor, TrainingGuard
 from nanorun.train.policy import Rollout, micro_batches, policy_loss, token_logprobs
 from nanorun.train.rl_config import OpenTask, RLConfig, configure
@@ -67,16 +67,14 @@ def train_rl(
     open_tokenizer(config.tokenizer)  # an error here leaves no folder behind
     tasks = open_tasks(rl, open_task)
     with Run.open(name, {**config.to_dict(), "rl": asdict(rl)}, fresh=options.fresh) as run:
-        found = checkpoint.load_newest(run.checkpoints)
-        if found is None:
-            run.rewind_metrics(-1)  # the evaluation at step 0 too, which is repeated
-            if read_config(rl.parent).get("kind") not in CHAT_KINDS:
-                say(
-                    f"'{rl.parent}' is a base model, not trained to answer: few replies will get a reward. "
-                    f"Run nanorun train sft --from {rl.parent} first."
-                )
-        if (summary := finished_summary(run, found, config.train.steps)) is not None:
+        found, summary = find_progress(run, config.train.steps)
+        if summary is not None:
             return summary
+        if found is None and read_config(rl.parent).get("kind") not in CHAT_KINDS:
+            say(
+                f"'{rl.parent}' is a base model, not trained to answer: few replies will get a reward. "
+                f"Run nanorun train sft --from {rl.parent} first."
+            )
         training, reference = assemble(config, rl, run, options, found, tasks)
         with training.loader:
             if found is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nanorun import checkpoint, hardware, home
+from nanorun import hardware, home
 from nanorun.config import Config
 from nanorun.console import say
 from nanorun.data.conversations import Conversations, render_all
@@ -99,11 +99,9 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
         "mixture": {**spec.to_dict(), "fingerprint": train.fingerprint},
     }
     with Run.open(name, record, fresh=options.fresh) as run:
-        found = checkpoint.load_newest(run.checkpoints)
-        if found is None:
-            run.rewind_metrics(0)  # what a session logged that was killed before its first checkpoint
-        if (summary := base.finished_summary(run, found, steps=0)) is not None:
-            return summary  # with any number of steps: epochs may end early, after a rollback
+        found, summary = base.find_progress(run, finished_at=0)  # epochs may end early, after a rollback
+        if summary is not None:
+            return summary
         start = newest_checkpoint(parent) if found is None else None
         if start is not None and options.recipe is None:
             # So little text needs no FP8.

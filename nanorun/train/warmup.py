@@ -6,6 +6,8 @@ compilers' caches on disk, which a run finds as long as torch, the model's code 
 
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,13 @@ from nanorun.train import base, loop
 
 def warm_up(config: Config, options: base.BaseOptions) -> dict[str, Any]:
     """Seconds until the first step is done, the second, and an evaluation of one batch."""
-    begin = time.perf_counter()
     config = replace(config, train=replace(config.train, eval_tokens=1))
-    with tempfile.TemporaryDirectory() as folder:
-        training = base.assemble(config, Run("warmup", Path(folder), {}, None), options, None)
-        with training.loader:
-            assembled = time.perf_counter() - begin
-            loop.train_step(training)
-            first = time.perf_counter() - begin
-            loop.train_step(training)
-            second = time.perf_counter() - begin
+    with started(config, options) as (training, begin):
+        assembled = time.perf_counter() - begin
+        loop.train_step(training)
+        first = time.perf_counter() - begin
+        loop.train_step(training)
+        second = time.perf_counter() - begin
         training.evaluate()
         evaluated = time.perf_counter() - begin
     return {
@@ -40,3 +39,13 @@ def warm_up(config: Config, options: base.BaseOptions) -> dict[str, Any]:
         "second_step_s": round(second - first, 2),
         "evaluation_s": round(evaluated - second, 2),
     }
+
+
+@contextmanager
+def started(config: Config, options: base.BaseOptions) -> Iterator[tuple[loop.Training, float]]:
+    """A training in a temporary run folder, and when its assembly started."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        training = base.assemble(config, Run("temporary", Path(folder), {}, None), options, None)
+        with training.loader:
+            yield training, start
