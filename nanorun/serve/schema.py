@@ -78,13 +78,11 @@ class Generation(_Strict):
 
     def check(self) -> None:
         """Rejects what is not supported."""
-        if self.stream_options is not None and not self.stream:
-            raise _unsupported("stream_options", "It is only allowed with stream: true.")
+        needless = self.stream_options is not None and not self.stream
+        _reject_if(needless, "stream_options", "It is only allowed with stream: true.")
         for name in ("presence_penalty", "frequency_penalty"):
-            if getattr(self, name):
-                raise _unsupported(name, "Use repetition_penalty, for example 1.1.")
-        if self.logit_bias:
-            raise _unsupported("logit_bias", "This server does not implement it.")
+            _reject_if(getattr(self, name), name, "Use repetition_penalty, for example 1.1.")
+        _reject_if(self.logit_bias, "logit_bias", "This server does not implement it.")
 
 
 class ChatRequest(Generation):
@@ -119,17 +117,15 @@ class ChatRequest(Generation):
 
     def check(self) -> None:
         super().check()
+        only_ours = "The model calls only the tool of the server."
         for name in ("tools", "functions", "audio", "web_search_options"):
-            if getattr(self, name):
-                raise _unsupported(name, "The model calls only the tool of the server.")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise _unsupported("tool_choice", "The model calls only the tool of the server.")
-        if (self.response_format or {"type": "text"}).get("type") != "text":
-            raise _unsupported("response_format", "The model generates plain text.")
-        if self.modalities not in (None, [], ["text"]):
-            raise _unsupported("modalities", "The model generates text.")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise _unsupported("top_logprobs", "It is only allowed with logprobs: true.")
+            _reject_if(getattr(self, name), name, only_ours)
+        _reject_if(self.tool_choice not in (None, "none", "auto"), "tool_choice", only_ours)
+        format_type = (self.response_format or {"type": "text"}).get("type")
+        _reject_if(format_type != "text", "response_format", "The model generates plain text.")
+        _reject_if(self.modalities not in (None, [], ["text"]), "modalities", "The model generates text.")
+        needless = self.top_logprobs is not None and not self.logprobs
+        _reject_if(needless, "top_logprobs", "It is only allowed with logprobs: true.")
 
 
 class CompletionRequest(Generation):
@@ -149,15 +145,13 @@ class CompletionRequest(Generation):
 
     def check(self) -> None:
         super().check()
-        if not self.prompt and not isinstance(self.prompt, str):
-            raise _unsupported("prompt", "The list is empty: give a text.")
-        if self.echo:
-            raise _unsupported("echo", "This server does not repeat prompts.")
-        if self.suffix:
-            raise _unsupported("suffix", "The model only continues a text.")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _unsupported("best_of", "This server returns all samples: use n alone.")
+        _reject_if(self.prompt == [], "prompt", "The list is empty: give a text.")
+        _reject_if(self.echo, "echo", "This server does not repeat prompts.")
+        _reject_if(self.suffix, "suffix", "The model only continues a text.")
+        ranks = self.best_of not in (None, self.n or 1)
+        _reject_if(ranks, "best_of", "This server returns all samples: use n alone.")
 
 
-def _unsupported(name: str, reason: str) -> ApiError:
-    return ApiError(400, f"Unsupported '{name}': {reason}", "unsupported_parameter", name)
+def _reject_if(condition: object, name: str, reason: str) -> None:
+    if condition:
+        raise ApiError(400, f"Unsupported '{name}': {reason}", "unsupported_parameter", name)
