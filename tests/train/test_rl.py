@@ -396,7 +396,7 @@ def test_evaluations_during_training_change_nothing(world):
         (["--task", "echo", "--kl", "-1"], "0 or more"),
         (["--task", "echo", "--from", "nobody"], "There is no run 'nobody'"),
         (["--task", "echo", "--steps", "0"], "--steps"),
-        (["--task", "echo", "--dtype", "fp7"], "no dtype"),
+        (["--task", "echo", "--dtype", "fp7"], "'fp7' is not one of 'auto', 'bf16'"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_code_2(world, args, words, mistake):
