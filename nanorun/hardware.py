@@ -148,15 +148,9 @@ def detect() -> Hardware:
 
     cores = usable_cores()
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        return Hardware(
-            "cuda",
-            properties.name,
-            torch.cuda.device_count(),
-            properties.total_memory,
-            torch.cuda.is_bf16_supported(including_emulation=False),
-            cores,
-        )
+        gpu, devices = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Hardware("cuda", gpu.name, devices, gpu.total_memory, has_bf16, cores)
     if torch.backends.mps.is_available():
         return Hardware("mps", platform.processor() or "Apple GPU", 1, machine_memory(), True, cores)
     return Hardware("cpu", _cpu_name(), 1, machine_memory(), _cpu_has_bf16(), cores)

@@ -84,15 +84,12 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
         _sync_files(work)
         if final.exists() and not replace:  # another process was first
             raise taken
+        old = final.parent / f".{final.name}.old-{me}"
         if final.exists():
-            old = final.parent / f".{final.name}.old-{me}"
             final.rename(old)
-            work.rename(final)
-            sync(final.parent)
-            shutil.rmtree(old)
-        else:
-            work.rename(final)
-            sync(final.parent)
+        work.rename(final)
+        sync(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise _as_user_error(error, final) from error
     finally:
