@@ -144,7 +144,7 @@ def test_a_run_of_an_earlier_version_without_a_new_field_goes_on(world):
     del config["model"]["backout"]
     path.write_text(json.dumps(config))
     train_base(tiny(3), BaseOptions(name="older", samples=1))
-    with pytest.raises(UserError, match=r"--config \S+config.json gives them all"):
+    with pytest.raises(UserError, match=r"--config \S+config.json sets them all"):
         train_base(tiny(4), BaseOptions(name="older"))
 
 
