@@ -172,7 +172,7 @@ def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
 
 
 @pytest.mark.parametrize(("backend", "said"), [("plain", "attention was sdpa and is plain"), ("sdpa", None)])
-def test_a_run_that_goes_on_by_other_means_says_so(world, capsys, backend, said):
+def test_a_run_resumed_with_different_numerics_says_so(world, capsys, backend, said):
     name = f"by-{backend}"
     t = assembled(tiny(2), name, rows=2)
     with t.loader, t.run:
@@ -180,8 +180,8 @@ def test_a_run_that_goes_on_by_other_means_says_so(world, capsys, backend, said)
         loop.save(t)
     train_base(tiny(2), BaseOptions(name=name, device_batch=2, samples=1, backend=backend))
     heard = capsys.readouterr().err
-    assert "going on" in heard
-    assert (f"by other means, and not bit for bit: {said}\n" in heard) if said else ("means" not in heard)
+    assert f"resuming '{name}' from step 1" in heard
+    assert (f"different numerics: {said}\n" in heard) if said else ("numerics" not in heard)
 
 
 def test_samples_begin_as_validation_documents_do_from_token_shards_too(world):
