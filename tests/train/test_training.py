@@ -378,7 +378,7 @@ def test_repeated_bad_steps_roll_back_and_the_run_still_ends_well(world, capsys)
     t.forward = Spike(t.forward, {8, 9, 10})
     with t.loader, t.run:
         assert loop.train(t) is True
-    assert "back to the weights of step" in capsys.readouterr().err
+    assert "rolling back to step" in capsys.readouterr().err
     assert all(torch.isfinite(w).all() for w in final_weights(world, "rolling").values())
 
 
