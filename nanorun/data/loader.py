@@ -10,7 +10,7 @@ How a batch is made: `Loader.__next__` takes it from the queue; `_produce` fills
 `RowSequence.take` (rows.py) decides which rows come next, from blocks that a source loads (sources.py) and `pack`
 packs (packing.py); `_copy_rows` copies this rank's rows with `fill` (packing.py).
 
-Every rank plans every row and copies only its own. Planning needs document lengths only, so with token shards
+Every rank packs every row and copies only its own. Packing needs document lengths only, so with token shards
 (`nanorun data tokenize`) it is almost free. With plain text each rank tokenizes the whole stream, which is fine
 on one GPU and wasteful on eight.
 """

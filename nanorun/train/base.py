@@ -92,7 +92,7 @@ def override(config: Config, train: dict[str, Any], **names: str | None) -> Conf
 
 
 def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
-    """Trains, or goes on training; returns the summary that is also kept in the run's folder."""
+    """Trains, or resumes; returns the summary that is also written to the run's folder."""
     name = options.name or f"base-d{config.model.depth}"
     if config.kind != "base":
         raise UserError(
@@ -326,7 +326,7 @@ def finish(t: loop.Training, options: BaseOptions, planned: dict[str, Any]) -> d
     from nanorun.report.plots import plot_loss
 
     summary = summarize(t)
-    # Every length is another shape, which compiled kernels do not like.
+    # Every length is another shape, for which compiled attention would compile again.
     t.model.batch_attention.use_backend("sdpa")
     summary["samples"] = sample(
         t.model, open_dataset(t.config.data), open_tokenizer(t.config.tokenizer), options.samples
@@ -378,7 +378,7 @@ def summarize(t: loop.Training) -> dict[str, Any]:
 def sample(
     model: GPT, dataset: Dataset, tokenizer: Tokenizer, many: int, length: int = 64
 ) -> list[dict[str, str]]:
-    """How the model goes on from the first words of validation documents."""
+    """Continuations of the first words of validation documents."""
     prompts = [_opening(text) for text in islice(_texts(dataset, tokenizer), many)]
     if not prompts:
         prompts = ["The"] * min(many, 1)

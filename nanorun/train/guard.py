@@ -1,7 +1,7 @@
 """Protection of an unattended run: stop signals, bad steps, and lost throughput.
 
-`StopSignals` turns Ctrl-C and SIGTERM into a flag that the loop reads between two steps, so that a run ends with a
-checkpoint and not in the middle of an update.
+`StopSignals` turns Ctrl-C and SIGTERM into a flag that the loop reads before each micro-batch, so that a run ends
+with a checkpoint and not in the middle of an update.
 
 `TrainingGuard` checks every step by its loss and gradient norm. A step with NaN, a loss spike or a gradient norm far
 above the recent median is skipped: its update is not applied. The `limits` are known before the step, so the device
