@@ -143,7 +143,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None) ->
     scores = (q @ k.transpose(-2, -1)).float() if q.dtype != torch.float64 else q @ k.transpose(-2, -1)
     scores = scores / q.size(-1) ** 0.5
     scores = scores.masked_fill(~visible(q.size(2), k.size(2), window, q.device, docs), float("-inf"))
-    return scores.softmax(-1).to(q.dtype) @ v
+    out: Tensor = scores.softmax(-1).to(q.dtype) @ v
+    return out
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, docs: Tensor | None, backend: Backend) -> Tensor:

@@ -192,7 +192,7 @@ def attach_gradients(
     loss: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dweight: Tensor | None
 ) -> Tensor:
     """`loss` as a function of x and weight whose gradients, for an incoming gradient of 1, are dx and dweight."""
-    result: Tensor = _AttachGradients.apply(loss, x, weight, dx, dweight)
+    result: Tensor = _AttachGradients.apply(loss, x, weight, dx, dweight)  # type: ignore[no-untyped-call]
     return result
 
 
