@@ -6,9 +6,9 @@ batches from a short queue. The result does not depend on any of it: a batch car
 `state()` is the position after the last batch that was taken, and a loader made from it continues with the
 next row, on any number of ranks, whatever was prefetched.
 
-How a batch is made: `Loader.__next__` takes it from the queue; `_produce` fills the queue with `_build_batch`;
+How a batch is made: `Loader.__next__` takes it from the queue; `_produce` fills the queue with `_build_batch`. There
 `RowSequence.take` (rows.py) decides which rows come next, from blocks that a source loads (sources.py) and `pack`
-packs (packing.py); `_copy_rows` copies this rank's rows with `fill` (packing.py).
+packs (packing.py), and `fill` (packing.py) copies the tokens of this rank's rows.
 
 Every rank packs every row and copies only its own. Packing needs document lengths only, so with token shards
 (`nanorun data tokenize`) it is almost free. With plain text each rank tokenizes the whole stream, which is fine
@@ -24,7 +24,6 @@ from typing import Any, Self, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanorun.data.packing import Packing, fill
@@ -194,25 +193,12 @@ class Loader:
             put(error)
 
     def _build_batch(self, sequence: RowSequence) -> Batch | None:
-        epoch = sequence.position.epoch
-        ranges = sequence.take(self.rows, self.context)
+        """This rank's share of the next rows."""
+        epoch, ranges = sequence.position.epoch, sequence.take(self.rows, self.context)
         if not ranges:
             return None
-        rows = sum(len(part) for part in ranges) if self._short_last else self.rows
-        tokens, trained, starts = self._copy_rows(ranges, rows)
-        inputs = torch.from_numpy(tokens[:, :-1].astype(np.int32))
-        targets = torch.from_numpy(np.where(trained[:, 1:], tokens[:, 1:], IGNORE))
-        doc_starts = torch.from_numpy(starts)
-        if self._pin:
-            inputs, targets, doc_starts = inputs.pin_memory(), targets.pin_memory(), doc_starts.pin_memory()
-        trained_tokens = sum(_trained_tokens(part) for part in ranges)
-        return Batch(inputs, targets, doc_starts, trained_tokens, epoch, sequence.position)
-
-    def _copy_rows(
-        self, ranges: list[RowRange], rows: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int32]]:
-        """This rank's rows, which of their tokens are trained, and where documents begin in the inputs."""
         capacity = self.context + 1
+        rows = sum(len(part) for part in ranges) if self._short_last else self.rows
         low, high = rows * self.rank // self.world, rows * (self.rank + 1) // self.world
         own = max(high - low, 1)  # a rank for which no row is left gets an empty one
         tokens = np.full((own, capacity), self.source.bos, np.int64)
@@ -224,9 +210,7 @@ class Loader:
             if first < last:
                 here = slice(seen + first - low, seen + last - low)
                 segments = part.plan.row_segments(part.first + first, part.first + last)
-                ends = part.plan.row_ends[part.first + first : part.first + last]
-                before = part.plan.row_ends[part.first + first - 1] if part.first + first else 0
-                sizes = np.diff(ends, prepend=before)
+                sizes = part.plan.row_sizes[part.first + first : part.first + last]
                 tokens[here], at = fill(segments, sizes, part.tokens, self.source.bos, capacity)
                 if part.trained is None:
                     used = np.add.reduceat(segments.lengths + 1, np.cumsum(sizes) - sizes)
@@ -237,7 +221,13 @@ class Loader:
                 inside = (column > 0) & (column < self.context)
                 starts.append(row[inside] * self.context + column[inside])
             seen += len(part)
-        return tokens, trained, np.sort(np.concatenate(starts)).astype(np.int32)
+        inputs = torch.from_numpy(tokens[:, :-1].astype(np.int32))
+        targets = torch.from_numpy(np.where(trained[:, 1:], tokens[:, 1:], IGNORE))
+        doc_starts = torch.from_numpy(np.sort(np.concatenate(starts)).astype(np.int32))
+        if self._pin:
+            inputs, targets, doc_starts = inputs.pin_memory(), targets.pin_memory(), doc_starts.pin_memory()
+        trained_tokens = sum(_trained_tokens(part) for part in ranges)
+        return Batch(inputs, targets, doc_starts, trained_tokens, epoch, sequence.position)
 
 
 def _trained_tokens(part: RowRange) -> int:

@@ -56,6 +56,11 @@ class PackingPlan:
     def __len__(self) -> int:
         return len(self.row_ends)
 
+    @property
+    def row_sizes(self) -> Ints:
+        """The number of segments in each row."""
+        return np.diff(self.row_ends, prepend=0)
+
     def row_segments(self, first: int, last: int) -> Segments:
         begin = int(self.row_ends[first - 1]) if first else 0
         end = int(self.row_ends[last - 1]) if last else 0
@@ -63,29 +68,23 @@ class PackingPlan:
 
     def reordered(self, order: Ints) -> "PackingPlan":
         """The same rows in another order."""
-        begins = np.concatenate([[0], self.row_ends[:-1]])
-        sizes = (self.row_ends - begins)[order]
+        sizes = self.row_sizes[order]
         ends = np.cumsum(sizes)
-        take = np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins[order] - (ends - sizes), sizes)
+        take = np.arange(len(self.segments)) + np.repeat(self.row_ends[order] - ends, sizes)
         return PackingPlan(ends, self.segments[take], self.leftover, self.lost)
 
 
 def pack(segments: Segments, context: int, packing: Packing, reuse_tails: bool = True) -> PackingPlan:
-    capacity = context + 1
-    longest = int(segments.lengths.max(initial=0)) + 1
-    if packing == "padded" and longest > capacity:
+    capacity, pad = context + 1, packing == "padded"
+    if packing == "stream":
+        return _pack_stream(segments, capacity, reuse_tails)
+    starts, lengths = segments.starts.tolist(), segments.lengths.tolist()
+    pool = sorted(_key(length, index) for index, length in enumerate(lengths))
+    if pad and (longest := max(lengths, default=0) + 1) > capacity:
         raise UserError(
             f"A conversation of {longest} tokens does not fit a row of {capacity}: cut it when rendering "
             "(max_tokens), or use a larger --context."
         )
-    if packing == "stream":
-        return _pack_stream(segments, capacity, reuse_tails)
-    return _pack_best_fit(segments, capacity, reuse_tails, pad=packing == "padded")
-
-
-def _pack_best_fit(segments: Segments, capacity: int, reuse_tails: bool, pad: bool) -> PackingPlan:
-    starts, lengths = segments.starts.tolist(), segments.lengths.tolist()
-    pool = _pool(lengths)
     rows = _Rows()
     while pool:
         room = capacity
@@ -169,10 +168,6 @@ def _key(length: int, index: int) -> int:
 
 def _index(key: int) -> int:
     return _LAST - (key & _LAST)
-
-
-def _pool(lengths: list[int]) -> list[int]:
-    return sorted(_key(length, index) for index, length in enumerate(lengths))
 
 
 def fill(

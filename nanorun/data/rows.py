@@ -99,7 +99,11 @@ class BlockCache:
             if key == following and self.order.epochs is not None and key[0] >= self.order.epochs:
                 continue
             if key not in self._kept:
-                self._kept[key] = self._thread.submit(self.source.load, self._units(*key))
+                units, first = np.arange(self.source.units), key[1] * UNITS_PER_BLOCK
+                if self.order.shuffle:
+                    units = shuffled(self.source.units, self.order.seed, key[0])
+                of_block = units[first : first + UNITS_PER_BLOCK].tolist()
+                self._kept[key] = self._thread.submit(self.source.load, of_block)
             self._kept.move_to_end(key)
         while len(self._kept) > BLOCKS_KEPT:
             self._kept.popitem(last=False)
@@ -107,13 +111,6 @@ class BlockCache:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _units(self, epoch: int, block: int) -> list[int]:
-        units = np.arange(self.source.units)
-        if self.order.shuffle:
-            units = shuffled(self.source.units, self.order.seed, epoch)
-        in_block: list[int] = units[block * UNITS_PER_BLOCK : (block + 1) * UNITS_PER_BLOCK].tolist()
-        return in_block
 
 
 class RowSequence:
@@ -143,19 +140,28 @@ class RowSequence:
         ranges: list[RowRange] = []
         while rows > 0 and not self._ended:
             self._pack(context)
-            n = min(rows, len(self._plan) - self._used)
-            if n == 0:
-                self._open_next_block()
+            here, n = self.position, min(rows, len(self._plan) - self._used)
+            if n > 0:
+                ranges.append(RowRange(self._plan, self._tokens, self._trained, self._used, self._used + n))
+                self._used += n
+                rows -= n
+                earlier = here.taken[:-1] if here.taken and here.taken[-1][0] == context else here.taken
+                self.position = replace(here, taken=(*earlier, (context, self._used)), rows=here.rows + n)
                 continue
-            ranges.append(RowRange(self._plan, self._tokens, self._trained, self._used, self._used + n))
-            self._used += n
-            rows -= n
-            taken = self.position.taken
-            if taken and taken[-1][0] == context:
-                taken = taken[:-1]
-            self.position = replace(
-                self.position, taken=(*taken, (context, self._used)), rows=self.position.rows + n
+            left = self._plan.leftover  # the block is used up: the next one follows what did not fill a row
+            carry = tuple(
+                np.array(self._tokens[start : start + length])
+                for start, length in zip(left.starts.tolist(), left.lengths.tolist(), strict=True)
             )
+            epoch, block = here.epoch, here.block + 1
+            is_last_epoch = self._order.epochs is not None and epoch + 1 >= self._order.epochs
+            if block >= self._cache.count and not (is_last_epoch and carry and not self._is_final):
+                epoch, block = epoch + 1, 0
+            self._empty_blocks = 0 if len(self._pool) else self._empty_blocks + 1
+            if self._empty_blocks > self._cache.count:
+                raise UserError("The data holds no text to fill a row with: add more.")
+            lost = here.lost + self._plan.lost
+            self._open_block(replace(here, epoch=epoch, block=block, carry=carry, taken=(), lost=lost))
         return ranges
 
     @property
@@ -201,22 +207,6 @@ class RowSequence:
             key = (order.seed, self.position.epoch, self.position.block, context)
             plan = plan.reordered(shuffled(len(plan), *key))
         self._plan, self._context, self._used = plan, context, 0
-
-    def _open_next_block(self) -> None:
-        here, left = self.position, self._plan.leftover
-        carry = tuple(
-            np.array(self._tokens[start : start + length])
-            for start, length in zip(left.starts.tolist(), left.lengths.tolist(), strict=True)
-        )
-        epoch, block = here.epoch, here.block + 1
-        is_last_epoch = self._order.epochs is not None and epoch + 1 >= self._order.epochs
-        if block >= self._cache.count and not (is_last_epoch and carry and not self._is_final):
-            epoch, block = epoch + 1, 0
-        self._empty_blocks = 0 if len(self._pool) else self._empty_blocks + 1
-        if self._empty_blocks > self._cache.count:
-            raise UserError("The data holds no text to fill a row with: add more.")
-        lost = here.lost + self._plan.lost
-        self._open_block(replace(here, epoch=epoch, block=block, carry=carry, taken=(), lost=lost))
 
 
 def count_rows(source: Source, order: RowOrder, context: int) -> int:
