@@ -52,8 +52,15 @@ def muon_update(
     momentum = momentum_beta * momentum + (1 - momentum_beta) * grads
     update = momentum_beta * momentum + (1 - momentum_beta) * grads if nesterov else momentum
     update = orthogonalize(update, method, dtype)
-    if second_moment is not None:
-        update, second_moment = normalize_rows(update, second_moment, beta2)
+    if second_moment is not None:  # NorMuon
+        mean_square = update.square().mean(_shorter_dim(update.shape), keepdim=True)
+        second_moment = beta2 * second_moment + (1 - beta2) * mean_square
+        inverse = second_moment.clamp_min(MIN_SECOND_MOMENT).reciprocal()
+        # The squared Frobenius norms before and after follow from the mean squares, without another pass.
+        norm = mean_square.sum((-2, -1), keepdim=True)
+        new_norm = (mean_square * inverse).sum((-2, -1), keepdim=True)
+        restore = norm / new_norm.clamp_min(torch.finfo(new_norm.dtype).tiny)
+        update = update * (inverse * restore).sqrt()
     update = update * max(1.0, params.size(-2) / params.size(-1)) ** 0.5
     decay = weight_decay * weights
     if cautious:
@@ -66,18 +73,6 @@ def muon_update(
         torch.where(apply_update, after[1], before[1]),
         None if after[2] is None or before[2] is None else torch.where(apply_update, after[2], before[2]),
     )
-
-
-def normalize_rows(update: Tensor, second_moment: Tensor, beta2: Tensor) -> tuple[Tensor, Tensor]:
-    """NorMuon: rows (columns, if wide) of similar norm, the Frobenius norm unchanged; and the new second moment."""
-    mean_square = update.square().mean(_shorter_dim(update.shape), keepdim=True)
-    second_moment = beta2 * second_moment + (1 - beta2) * mean_square
-    inverse = second_moment.clamp_min(MIN_SECOND_MOMENT).reciprocal()
-    # The Frobenius norms before and after follow from the mean squares, without another pass over the matrix.
-    before = mean_square.sum((-2, -1), keepdim=True)
-    after = (mean_square * inverse).sum((-2, -1), keepdim=True)
-    restore = before / after.clamp_min(torch.finfo(after.dtype).tiny)
-    return update * (inverse * restore).sqrt(), second_moment
 
 
 def _shorter_dim(shape: torch.Size) -> int:

@@ -54,16 +54,13 @@ class GraphedMicroStep:
             self._capture(inputs)
         if self.graph is None or [x.shape for x in inputs] != [x.shape for x in self.inputs]:
             self.eager_steps += 1
-            return self._forward_backward(inputs)
+            loss = self.forward(*inputs) * self.share
+            (loss * self.scale).backward()
+            return loss.detach()
         for static, new in zip(self.inputs, inputs, strict=True):
             static.copy_(new)
         self.graph.replay()
         return self.loss
-
-    def _forward_backward(self, inputs: list[Tensor]) -> Tensor:
-        loss = self.forward(*inputs) * self.share
-        (loss * self.scale).backward()
-        return loss.detach()
 
     def _capture(self, inputs: list[Tensor]) -> None:
         self.inputs = [x.clone() for x in inputs]
@@ -71,7 +68,9 @@ class GraphedMicroStep:
         try:
             # thread_local: the loader's thread may pin memory meanwhile
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.loss = self._forward_backward(self.inputs)
+                loss = self.forward(*self.inputs) * self.share
+                (loss * self.scale).backward()
+                self.loss = loss.detach()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

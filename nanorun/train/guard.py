@@ -137,7 +137,20 @@ class TrainingGuard:
         self.reason = self._find_fault(loss, grad_norm, max_loss)
         if self.reason:
             state.spikes_in_a_row = 0
-            return self._skip_or_roll_back()
+            state.skips += 1
+            state.in_a_row += 1
+            if state.in_a_row < self.patience:
+                return "skip"
+            if state.rollbacks >= self.max_rollbacks:
+                raise UserError(
+                    f"Training rolled back to a checkpoint {state.rollbacks} times and failed each time "
+                    f"({self.reason}): look for broken documents in the data, start anew with another --seed or a "
+                    "larger --batch-tokens, or lower the learning rates in a copy of the run's config.json (--config)."
+                )
+            state.in_a_row = 0
+            state.rollbacks += 1
+            state.trouble = max(state.trouble, state.position)
+            return "rollback"
         is_spike = grad_norm > self._norm_limit()
         state.spikes_in_a_row = state.spikes_in_a_row + 1 if is_spike else 0
         self._remember(state.norms, grad_norm)  # also of a skipped spike, so that the median follows
@@ -167,23 +180,6 @@ class TrainingGuard:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         histories = {name: list(saved[name])[-self.window :] for name in ("norms", "losses")}
         self._state = _GuardState(**{**saved, **histories})
-
-    def _skip_or_roll_back(self) -> StepVerdict:
-        state = self._state
-        state.skips += 1
-        state.in_a_row += 1
-        if state.in_a_row < self.patience:
-            return "skip"
-        if state.rollbacks >= self.max_rollbacks:
-            raise UserError(
-                f"Training rolled back to a checkpoint {state.rollbacks} times and failed each time ({self.reason}): "
-                "look for broken documents in the data, start anew with another --seed or a larger --batch-tokens, or "
-                "lower the learning rates in a copy of the run's config.json (--config)."
-            )
-        state.in_a_row = 0
-        state.rollbacks += 1
-        state.trouble = max(state.trouble, state.position)
-        return "rollback"
 
     def _norm_limit(self) -> float:
         norms = self._state.norms

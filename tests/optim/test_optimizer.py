@@ -12,7 +12,7 @@ from nanorun.config import OptimConfig
 from nanorun.optim import groups
 from nanorun.optim.adamw import EPSILON
 from nanorun.optim.groups import ParameterGroup, group_parameters
-from nanorun.optim.muon import MuonUnit, muon_update, normalize_rows
+from nanorun.optim.muon import MuonUnit, muon_update
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.orthogonal import orthogonalize
 from nanorun.optim.schedules import ScheduledHyperparameters, scheduled_hyperparameters
@@ -172,15 +172,25 @@ def test_stacks_are_of_equal_length_and_never_too_large():
 @pytest.mark.parametrize("shape", [(3, 10, 10), (3, 24, 8), (3, 8, 24)], ids=str)
 def test_normuon_equalizes_row_norms_and_keeps_the_frobenius_norm(shape):
     torch.manual_seed(1)
-    update = torch.randn(shape, dtype=torch.float64) * torch.logspace(-2, 1, shape[1])[:, None]
-    update = update * torch.logspace(-1, 1, shape[2])
-    average = -1 if shape[1] >= shape[2] else -2
-    second = torch.zeros_like(update.sum(average, keepdim=True))
-    beta2 = torch.tensor(0.9, dtype=torch.float64)
+    grads = torch.randn(shape, dtype=torch.float64) * torch.logspace(-2, 1, shape[1])[:, None]
+    grads = grads * torch.logspace(-1, 1, shape[2])
+    zeros, average = torch.zeros_like(grads), -1 if shape[1] >= shape[2] else -2
+
+    def update(second: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Of weights of zero, without momentum and weight decay, at a learning rate of 1."""
+        scalars = [torch.tensor(value, dtype=torch.float64) for value in (1.0, 0.0, 0.0, 0.9)]
+        switches = {"method": "polar_express", "nesterov": False, "cautious": False}
+        new, _, second = muon_update(zeros, grads, zeros, second, *scalars, dtype=None, **switches)
+        return new, second
+
+    plain, _ = update(None)
+    second = zeros.sum(average, keepdim=True)
     for _ in range(3):
-        evened, second = normalize_rows(update, second, beta2)
-        torch.testing.assert_close(torch.linalg.matrix_norm(evened), torch.linalg.matrix_norm(update))
-    lines = evened.square().mean(average)  # the same update each time, so all rows end with the same norm
+        evened, second = update(second)
+        torch.testing.assert_close(torch.linalg.matrix_norm(evened), torch.linalg.matrix_norm(plain))
+    before, lines = plain.square().mean(average), evened.square().mean(average)
+    assert before.amax() > 1.05 * before.amin()
+    # The same update each time, so all rows end with the same norm.
     torch.testing.assert_close(lines, lines.mean(-1, keepdim=True).expand_as(lines))
 
 
