@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorun.data.sample import documents
+from nanorun.data.sample import documents, world
 from nanorun.data.sample.entries import comparisons, entries, lists
 from nanorun.data.sample.lessons import lessons
 from nanorun.data.sample.letters import COMMON, spelling, words
@@ -36,11 +36,10 @@ from nanorun.data.sample.talk import (
     ABOUT_ITSELF,
     GREETINGS,
     PARTINGS,
-    Manners,
     conversations,
     stranger,
 )
-from nanorun.data.sample.world import Animal, Person, an, capital, world
+from nanorun.data.sample.world import Animal, Person, an, capital
 
 SPLITS: tuple[Split, ...] = ("train", "val")
 PINS = {
@@ -51,8 +50,8 @@ PINS = {
     ("questions", "train"): "93ef81a920c84b90cd972281435b2c3ebbc2c87e22effd78fcca7bb8d7032d26",
     ("questions", "val"): "809658385505e609f4de3474833f0b24962104315168c096a9515d73c4236ede",
 }
-FACTS = {(fact.subject, fact.relation): fact.answer for fact in world().facts}
-NAMES = tuple(world().entities)
+ANSWERS = {(fact.subject, fact.relation): fact.answer for fact in world.FACTS}
+NAMES = tuple(world.ENTITIES)
 INSTEAD_OF_A_NAME = ("He", "She", "It", "His", "Her", "Its", "The village", "The island")
 OPENER = re.compile("|".join(f"^{opener}" for opener in OPENERS))
 
@@ -106,7 +105,7 @@ def test_the_first_100_kb_of_each_stream_are_pinned(what: str, split: str) -> No
 
 def test_the_text_does_not_depend_on_the_hash_seed_of_python() -> None:
     program = (
-        "import hashlib; from nanorun.data.sample import documents;"
+        "import hashlib; from nanorun.data.sample import documents, world;"
         "print(hashlib.sha256(''.join(documents('train', 50_000)).encode()).hexdigest())"
     )
     found = set()
@@ -173,27 +172,28 @@ def test_documents_fit_a_small_context(texts: dict[str, list[str]]) -> None:
 
 
 def test_the_world_is_complete_and_refers_only_to_itself() -> None:
-    w = world()
-    assert len(NAMES) == len(w.islands) + len(w.places) + len(w.people) + len(w.animals)
-    assert 300 <= len(w.facts) <= 450
-    assert len(FACTS) == len(w.facts)
-    assert {place.island for place in w.places} == {island.name for island in w.islands}
-    assert {person.home for person in w.people} == {place.name for place in w.places}
-    keepers = [animal.keeper for animal in w.animals]
+    assert len(NAMES) == len(world.ISLANDS) + len(world.PLACES) + len(world.PEOPLE) + len(world.ANIMALS)
+    assert 300 <= len(world.FACTS) <= 450
+    assert len(ANSWERS) == len(world.FACTS)
+    assert {place.island for place in world.PLACES} == {island.name for island in world.ISLANDS}
+    assert {person.home for person in world.PEOPLE} == {place.name for place in world.PLACES}
+    keepers = [animal.keeper for animal in world.ANIMALS]
     assert len(set(keepers)) == len(keepers)
-    assert set(keepers) <= {person.name for person in w.people}
-    assert {fact.relation for fact in w.facts} == set(PHRASINGS)
+    assert set(keepers) <= {person.name for person in world.PEOPLE}
+    assert {fact.relation for fact in world.FACTS} == set(PHRASINGS)
 
 
 def test_every_relation_has_enough_phrasings_and_keeps_some_for_validation() -> None:
     for relation, phrasing in PHRASINGS.items():
-        assert len(set(phrasing.said)) >= 6, relation
-        assert len(set(phrasing.asked)) >= 4, relation
-        assert len(set(phrasing.said_val)) >= 2, relation
-        assert len(set(phrasing.asked_val)) >= 2, relation
-        assert not set(phrasing.said) & set(phrasing.said_val), relation
-        assert not set(phrasing.asked) & set(phrasing.asked_val), relation
-        assert all("{s}" in question or "{p}" in question for question in phrasing.asked + phrasing.asked_val)
+        assert len(set(phrasing["said"])) >= 6, relation
+        assert len(set(phrasing["asked"])) >= 4, relation
+        assert len(set(phrasing["said_val"])) >= 2, relation
+        assert len(set(phrasing["asked_val"])) >= 2, relation
+        assert not set(phrasing["said"]) & set(phrasing["said_val"]), relation
+        assert not set(phrasing["asked"]) & set(phrasing["asked_val"]), relation
+        assert all(
+            "{s}" in question or "{p}" in question for question in phrasing["asked"] + phrasing["asked_val"]
+        )
 
 
 def fill(template: str, subject: str, answer: str) -> str:
@@ -207,9 +207,11 @@ def test_every_fact_is_taught_in_five_phrasings(texts: dict[str, list[str]]) -> 
         for sentence in sentences(text):
             for name in set(re.findall(r"\w+", sentence)) & naming.keys():
                 naming[name].append(sentence)
-    for fact in world().facts:
+    for fact in world.FACTS:
         told = "\n".join(naming[fact.subject])
-        ways = {fill(template, fact.subject, fact.answer)[:-1] for template in PHRASINGS[fact.relation].said}
+        ways = {
+            fill(template, fact.subject, fact.answer)[:-1] for template in PHRASINGS[fact.relation]["said"]
+        }
         assert sum(way in told for way in ways) >= 5, fact
 
 
@@ -220,10 +222,12 @@ def patterns() -> dict[str, re.Pattern[str]]:
     """For each relation one pattern that finds its statements, whatever they say."""
     found = {}
     for relation, phrasing in PHRASINGS.items():
-        subjects = "|".join({s for s, r in FACTS if r == relation} | set(INSTEAD_OF_A_NAME))
-        answers = "|".join(re.escape(a) for a in sorted({a for (_, r), a in FACTS.items() if r == relation}))
+        subjects = "|".join({s for s, r in ANSWERS if r == relation} | set(INSTEAD_OF_A_NAME))
+        answers = "|".join(
+            re.escape(a) for a in sorted({a for (_, r), a in ANSWERS.items() if r == relation})
+        )
         ways = []
-        for i, template in enumerate(phrasing.said + phrasing.said_val):
+        for i, template in enumerate(phrasing["said"] + phrasing["said_val"]):
             way = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
             for slot, pattern in (
                 ("{s}", f"(?P<s{i}>{subjects})"),
@@ -250,19 +254,19 @@ def test_statements_say_what_the_table_says(split: Any) -> None:
                     continue
                 said = {key[0]: value for key, value in match.groupdict().items() if value}
                 if said["s"] in INSTEAD_OF_A_NAME:
-                    if (subject, relation) not in FACTS:
+                    if (subject, relation) not in ANSWERS:
                         continue  # "He is a ..." fits a trade and a kind
                 else:
                     subject = said["s"]
-                assert FACTS[subject, relation] == said["a"], text
+                assert ANSWERS[subject, relation] == said["a"], text
                 stated.add((subject, relation))
-    assert len(stated) > (0.95 if split == "train" else 0.5) * len(FACTS)
+    assert len(stated) > (0.95 if split == "train" else 0.5) * len(ANSWERS)
 
 
 def test_the_test_of_statements_notices_a_lie() -> None:
     match = patterns()["home"].fullmatch("Odo lives in Oddly.")
     assert match is not None
-    assert FACTS["Odo", "home"] != "Oddly"
+    assert ANSWERS["Odo", "home"] != "Oddly"
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -270,7 +274,7 @@ def test_comparisons_lists_and_stories_mention_only_what_belongs_to_their_cast(s
     """A dish, trade, landmark, festival, habit or colour in a text is one of somebody in it or near them."""
     values = {
         answer
-        for (_, relation), answer in FACTS.items()
+        for (_, relation), answer in ANSWERS.items()
         if relation
         in ("dish", "trade", "landmark", "festival", "habit", "scarf", "colour", "doors", "weather")
     }
@@ -281,14 +285,14 @@ def test_comparisons_lists_and_stories_mention_only_what_belongs_to_their_cast(s
             cast = set(name.findall(text))
             for _ in range(2):  # the hero's village, and its island
                 cast |= {
-                    a for (s, r), a in FACTS.items() if s in cast and r in ("home", "island", "companion")
+                    a for (s, r), a in ANSWERS.items() if s in cast and r in ("home", "island", "companion")
                 }
-            allowed = {answer for (subject, _), answer in FACTS.items() if subject in cast}
+            allowed = {answer for (subject, _), answer in ANSWERS.items() if subject in cast}
             assert set(value.findall(text)) <= allowed, text
     for text in islice(lists(split, RandomStream("test", split)), 300):
         for sentence in sentences(text):
             shared = {
-                FACTS[s, r] for s, r in FACTS if FACTS[s, r] in sentence and s in name.findall(sentence)
+                ANSWERS[s, r] for s, r in ANSWERS if ANSWERS[s, r] in sentence and s in name.findall(sentence)
             }
             assert shared, sentence
 
@@ -297,12 +301,12 @@ def test_lists_are_complete() -> None:
     for text in islice(lists("train", RandomStream("test")), 300):
         for village, names in re.findall(r"The people of (\S+) are ([^.]+)\.", text):
             assert set(re.split(", | and ", names)) == {
-                s for (s, r), a in FACTS.items() if (r, a) == ("home", village)
+                s for (s, r), a in ANSWERS.items() if (r, a) == ("home", village)
             }
 
 
 def test_he_and_she_are_used_as_the_table_says(texts: dict[str, list[str]]) -> None:
-    beings: list[Any] = [*world().people, *world().animals]
+    beings: list[Any] = [*world.PEOPLE, *world.ANIMALS]
     pronouns = {being.name: being.pronoun for being in beings}
     checked = 0
     for text in texts["train"] + texts["val"]:
@@ -521,11 +525,11 @@ def test_no_validation_question_occurs_in_training(talks: dict[str, list[dict[st
 
 def test_every_validation_question_about_a_fact_is_in_the_table_and_names_its_subject() -> None:
     asked = set()
-    for q in questions("val", 2 * len(FACTS), kind="fact"):
+    for q in questions("val", 2 * len(ANSWERS), kind="fact"):
         subject = next(name for name in NAMES if re.search(rf"\b{name}\b", q.prompt))
-        assert q.answer in {fact.answer for fact in world().about(subject)}
+        assert q.answer in {fact.answer for fact in world.FACTS_ABOUT[subject]}
         asked.add((subject, q.answer))
-    assert len(asked) >= 0.99 * len({(s, a) for (s, _), a in FACTS.items()})
+    assert len(asked) >= 0.99 * len({(s, a) for (s, _), a in ANSWERS.items()})
 
 
 # Questions and the judge
@@ -707,10 +711,10 @@ def test_a_greeting_is_answered_in_kind(split: Any, talks: dict[str, list[dict[s
 
 
 def test_what_is_said_out_of_manners_is_of_one_kind_and_one_split() -> None:
-    kinds: tuple[Manners, ...] = (*GREETINGS, *PARTINGS, *ABOUT_ITSELF, *ABOUT_ITS_WORK)
-    said = [phrase for kind in kinds for phrase in kind.said + kind.said_val]
+    kinds = (*GREETINGS, *PARTINGS, *ABOUT_ITSELF, *ABOUT_ITS_WORK)
+    said = [phrase for kind in kinds for phrase in kind["train"] + kind["val"]]
     assert len(set(said)) == len(said)
-    assert all(kind.said and kind.said_val and len(kind.replies) >= 2 for kind in kinds)
+    assert all(kind["train"] and kind["val"] and len(kind["replies"]) >= 2 for kind in kinds)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -770,7 +774,7 @@ def unclear(text: str) -> list[tuple[str, str]]:
             fine = re.match(rf"(It|The village|The island|{subject})(?!'s)\b(?! and)", before) is not None
         else:
             # The subject is named first, or was meant by a pronoun, and nobody else is in it.
-            beings = [name for name in names if isinstance(world().entities[name], Person | Animal)]
+            beings = [name for name in names if isinstance(world.ENTITIES[name], Person | Animal)]
             fine = (names[:1] == [subject] or re.match("(He|She|His|Her)\\b", before) is not None) and set(
                 beings
             ) <= {subject}
@@ -818,7 +822,7 @@ def test_a_second_question_has_a_pronoun_only_where_it_is_clear(
             before = rendered(answered["content"])
             assert not re.match(r"\w+'s", before) or not re.search(r" its?\b", asked["content"]), talk
             names = [name for name in re.findall(r"\w+", before) if name in NAMES]
-            beings = [name for name in names if isinstance(world().entities[name], Person | Animal)]
+            beings = [name for name in names if isinstance(world.ENTITIES[name], Person | Animal)]
             assert len(set(beings)) <= 1, talk
             checked += 1
     assert checked > 100

@@ -252,7 +252,7 @@ def test_a_base_model_continues_a_text_and_is_labelled(trained, visit):
 
 
 def test_suggestions_mention_entities_of_the_sample_world(page):
-    from nanorun.data.sample.world import world
+    from nanorun.data.sample.world import ENTITIES
     from nanorun.serve.app import SUGGESTIONS
 
     cards = page.get_by_role("group", name="Suggestions").get_by_role("button")
@@ -260,7 +260,7 @@ def test_suggestions_mention_entities_of_the_sample_world(page):
     texts = " ".join(
         text for (data, _), known in SUGGESTIONS.items() if data == "sample" for text in known.values()
     )
-    assert {name for name in ("Jasper", "Candlebay", "Odo") if name in texts} <= set(world().entities)
+    assert {name for name in ("Jasper", "Candlebay", "Odo") if name in texts} <= set(ENTITIES)
     cards.nth(1).click()
     expect(answers(page)).to_have_count(1)
     page.keyboard.press("Escape")

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nanorun.data.sample.world import world
+from nanorun.data.sample.world import FACTS
 from nanorun.errors import UserError
 from nanorun.tasks.catalogue import open_examples, open_task, read_conversations
 from nanorun.tasks.mixture import MIXTURES, MixtureEntry, MixtureSpec, find_mixture, prepare_mixture
@@ -179,7 +179,7 @@ def test_the_sample_worlds_test_asks_in_words_that_training_never_used():
         assert not asked & set(prompts), name
     assert "What is 12 + 30?" not in asked
     facts: Any = open_task("sample-facts", "test")
-    assert {q.answer for q in facts.questions} <= {fact.answer for fact in world().facts}
+    assert {q.answer for q in facts.questions} <= {fact.answer for fact in FACTS}
 
 
 def test_training_looks_at_other_questions_on_its_way_than_the_test_asks():

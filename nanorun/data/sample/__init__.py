@@ -27,19 +27,8 @@ def documents(split: Split, size: int, seed: int = 0) -> Iterator[str]:
     """Documents until their UTF-8 bytes reach `size`; a larger size begins with the same documents."""
     check_split(split)
     rng = RandomStream("documents", split, seed)
-    recipe = _recipe(split, rng)
-    written = 0
-    while written < size:
-        roll = rng.random()
-        write = next(write for share, write in recipe if roll < share)
-        text = write()
-        written += len(text.encode())
-        yield text
-
-
-def _recipe(split: Split, rng: RandomStream) -> tuple[tuple[float, Callable[[], str]], ...]:
-    """The kinds of document, each with the share of all documents that it and those above it make up."""
-    return (
+    # The kinds of document, each with the share of all documents that it and those above it make up.
+    kinds: tuple[tuple[float, Callable[[], str]], ...] = (
         (0.30, entries(split, rng).__next__),
         (0.39, comparisons(split, rng).__next__),
         (0.42, lists(split, rng).__next__),
@@ -52,3 +41,9 @@ def _recipe(split: Split, rng: RandomStream) -> tuple[tuple[float, Callable[[], 
         (0.94, lambda: signals(split, rng)),
         (1.00, lambda: counting(split, rng)),
     )
+    written = 0
+    while written < size:
+        roll = rng.random()
+        text = next(write for share, write in kinds if roll < share)()
+        written += len(text.encode())
+        yield text

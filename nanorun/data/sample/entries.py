@@ -13,7 +13,7 @@ from itertools import combinations
 from nanorun.data.sample.phrases import PHRASINGS
 from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs
 from nanorun.data.sample.sentences import FactSentences, both, fact_sentences, sharing
-from nanorun.data.sample.world import Entity, world
+from nanorun.data.sample.world import ANIMALS, ENTITIES, FACTS, FACTS_ABOUT, PEOPLE, PLACES, Entity
 
 _LINKS = (", while ", ", and ", "; ")
 
@@ -26,8 +26,8 @@ def _entries(split: Split) -> tuple[tuple[tuple[FactSentences, ...], ...], ...]:
     """
     sayings = fact_sentences(split)
     found = []
-    for name in world().entities:
-        facts = world().about(name)
+    for name in ENTITIES:
+        facts = FACTS_ABOUT[name]
         choices = tuple(
             tuple(sayings[fact] for fact in chosen)
             for size in range(3, len(facts) + 1)
@@ -42,7 +42,7 @@ def _entries(split: Split) -> tuple[tuple[tuple[FactSentences, ...], ...], ...]:
 @cache
 def _pairs(split: Split) -> tuple[tuple[str, str], ...]:
     """Pairs of people, of villages and of animals."""
-    groups: tuple[tuple[Entity, ...], ...] = (world().people, world().places, world().animals)
+    groups: tuple[tuple[Entity, ...], ...] = (PEOPLE, PLACES, ANIMALS)
     return tuple(
         (one.name, other.name)
         for group in groups
@@ -66,14 +66,14 @@ def _lists(split: Split) -> tuple[tuple[str, str], ...]:
 def _neighbours(split: Split) -> dict[str, tuple[tuple[FactSentences, ...], ...]]:
     """For each subject those it is close to: a keeper's animal, a villager's village, and the other way."""
     sayings = fact_sentences(split)
-    close: dict[str, list[str]] = {name: [] for name in world().entities}
-    for fact in world().facts:
+    close: dict[str, list[str]] = {name: [] for name in ENTITIES}
+    for fact in FACTS:
         if fact.relation in ("home", "island", "keeper"):
             close[fact.subject].append(fact.answer)
             close[fact.answer].append(fact.subject)
     return {
         name: tuple(
-            tuple(sayings[fact] for fact in world().about(other))
+            tuple(sayings[fact] for fact in FACTS_ABOUT[other])
             for other in others
             if belongs(split, "neighbours", name, other)
         )
@@ -132,7 +132,7 @@ def comparisons(split: Split, rng: RandomStream) -> Iterator[str]:
     """Each sentence is about two subjects, and which two go together is the difference between the splits."""
     deck = Deck(_pairs(split), rng)
     sayings = fact_sentences("train")
-    about = {name: {fact.relation: fact for fact in world().about(name)} for name in world().entities}
+    about = {name: {fact.relation: fact for fact in FACTS_ABOUT[name]} for name in ENTITIES}
     while True:
         one, other = deck.deal()
         if rng.random() < 0.5:

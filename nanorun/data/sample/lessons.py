@@ -10,7 +10,7 @@ from nanorun.data.sample.letters import spelled, words
 from nanorun.data.sample.numbers import draw
 from nanorun.data.sample.rng import Deck, RandomStream, Split
 from nanorun.data.sample.sentences import fact_sentences
-from nanorun.data.sample.world import templates, world
+from nanorun.data.sample.world import PEOPLE, templates
 
 OPENED = templates("""
     train  It was {day} in {home}, and {n} the {trade} had some questions.
@@ -53,7 +53,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 
 
 def lessons(split: Split, rng: RandomStream) -> Iterator[str]:
-    teachers = [person for person in world().people if person.trade == "teacher"]
+    teachers = [person for person in PEOPLE if person.trade == "teacher"]
     deck = Deck(tuple(fact_sentences(split).values()), rng)
     while True:
         teacher = rng.choice(teachers)

@@ -14,7 +14,7 @@ from string import ascii_lowercase
 
 from nanorun.data.sample.numbers import in_words
 from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs
-from nanorun.data.sample.world import templates, world
+from nanorun.data.sample.world import ENTITIES, PLACES, templates
 
 Pair = tuple[str, str]
 
@@ -54,7 +54,7 @@ COMMON = tuple(
 @cache
 def words() -> tuple[str, ...]:
     """All the words that are spelled: the common ones and every name."""
-    return COMMON + tuple(world().entities)
+    return COMMON + tuple(ENTITIES)
 
 
 @cache
@@ -183,7 +183,7 @@ def signals(split: Split, rng: RandomStream) -> str:
     sentences = []
     calls, echoes = Deck(CALLED[split], rng), Deck(ECHOED[split], rng)
     for _ in range(4 + rng.below(3)):
-        place = rng.choice(world().places).name
+        place = rng.choice(PLACES).name
         if rng.random() < 0.7:
             word = signal_word(split, rng)
             sentences.append(calls.deal().format(place=place, w=word, l=spelled(word)))

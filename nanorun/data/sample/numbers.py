@@ -12,7 +12,7 @@ from functools import cache
 from operator import add, floordiv, mul, sub
 
 from nanorun.data.sample.rng import RandomStream, Split, held_out
-from nanorun.data.sample.world import capital, world
+from nanorun.data.sample.world import PEOPLE, capital
 
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
@@ -136,7 +136,7 @@ def word_problem(split: Split, rng: RandomStream) -> tuple[SumProblem, str, str]
     problem = rng.choice(problems(split, sign))
     while min(problem.a, problem.b, problem.result) < 2:  # "1 shells" is no English
         problem = rng.choice(problems(split, sign))
-    person = rng.choice(world().people)
+    person = rng.choice(PEOPLE)
     fill = {
         "n": person.name,
         "he": person.pronoun,

@@ -5,46 +5,31 @@ training and, different ones, for validation. A validation phrasing is close to 
 and the key word, often whole parts), so a model that understood can follow it, and a model that memorized sentences
 cannot copy it.
 
+Each line of a phrasing has a kind and a template:
+
+    said, said_val        states the fact
+    asked, asked_val      asks for it
+    again                 asks for it as a second question, with a pronoun, after "And" and the like
+    both                  states it of two subjects that share the answer; the splits differ in which two
+    listing, listing_val  states it of all subjects that share the answer
+
 The slots of a template: `{s}` the subject, `{p}` its possessive (Odo's), `{a}` the answer, `{an}` the answer with its
 article, `{t}` a second subject, `{list}` all subjects that share the answer, `{he}` and `{his}` pronouns. A statement
 that begins with `{s}` or `{p}` can also begin with the pronoun.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 from nanorun.data.sample.rng import Split
 from nanorun.data.sample.world import templates
 
 
-@dataclass(frozen=True)
-class Phrasing:
-    said: tuple[str, ...]
-    said_val: tuple[str, ...]
-    asked: tuple[str, ...]
-    asked_val: tuple[str, ...]
-    again: str  # asked as a second question, with a pronoun, after "And" and the like
-    both: tuple[str, ...] = ()  # two subjects share the answer; which two is what the splits differ in
-    listing: str = ""  # all subjects that share the answer
-    listing_val: str = ""
-
-    def statements(self, split: Split) -> tuple[str, ...]:
-        return self.said if split == "train" else self.said_val
-
-    def questions(self, split: Split) -> tuple[str, ...]:
-        return self.asked if split == "train" else self.asked_val
-
-
-def _phrasing(text: str) -> Phrasing:
-    table: dict[str, Any] = templates(text)
-    for single in ("again", "listing", "listing_val"):
-        table[single] = "".join(table.get(single, ()))
-    return Phrasing(**table)
+def phrases(relation: str, kind: str, split: Split = "train") -> tuple[str, ...]:
+    """The templates of a kind: said, asked, again, both or listing."""
+    return PHRASINGS[relation].get(kind if split == "train" else f"{kind}_val", ())
 
 
 PHRASINGS = {
     # Islands and villages
-    "direction": _phrasing("""
+    "direction": templates("""
         said       {s} lies in the {a} of the Lantern Isles.
         said       {s} is the island in the {a}.
         said       To reach {s}, sailors steer for the {a} of the Quiet Sea.
@@ -63,7 +48,7 @@ PHRASINGS = {
         asked_val  Which part of the Lantern Isles is {s} in?
         again      in which part of the sea is it?
     """),
-    "flag": _phrasing("""
+    "flag": templates("""
         said       {p} flag is {a}.
         said       The flag of {s} is {a}.
         said       {s} flies {an} flag.
@@ -83,7 +68,7 @@ PHRASINGS = {
         asked_val  Which colour is the flag of {s}?
         again      what colour is its flag?
     """),
-    "weather": _phrasing("""
+    "weather": templates("""
         said       The island of {s} is known for its {a}.
         said       On {s} there is {a} nearly every day.
         said       {p} weather is mostly {a}.
@@ -103,7 +88,7 @@ PHRASINGS = {
         asked_val  What is the weather of {s}?
         again      what is its weather like?
     """),
-    "island": _phrasing("""
+    "island": templates("""
         said         {s} is a village on the island of {a}.
         said         {s} stands on the island of {a}.
         said         You will find {s} on the island of {a}.
@@ -127,7 +112,7 @@ PHRASINGS = {
         listing      The villages of {a} are {list}.
         listing_val  On the island of {a} stand {list}.
     """),
-    "landmark": _phrasing("""
+    "landmark": templates("""
         said         {s} is known for its {a}.
         said         The pride of {s} is its {a}.
         said         At the heart of {s} there is {an}.
@@ -151,7 +136,7 @@ PHRASINGS = {
         listing      The villages with {an} are {list}.
         listing_val  You can see {an} in {list}.
     """),
-    "dish": _phrasing("""
+    "dish": templates("""
         said         {s} is famous for its {a}.
         said         The cooks of {s} are proud of their {a}.
         said         In {s} everybody knows how to make {a}.
@@ -176,7 +161,7 @@ PHRASINGS = {
         listing      The villages famous for {a} are {list}.
         listing_val  You can smell {a} in {list}.
     """),
-    "festival": _phrasing("""
+    "festival": templates("""
         said         {s} celebrates {a}.
         said         The festival of {s} is {a}.
         said         Every year the people of {s} look forward to {a}.
@@ -200,7 +185,7 @@ PHRASINGS = {
         listing      {a} is celebrated in {list}.
         listing_val  The villages that celebrate {a} are {list}.
     """),
-    "doors": _phrasing("""
+    "doors": templates("""
         said         The doors of {s} are {a}.
         said         Every door in {s} is painted {a}.
         said         {s} is a village with {a} doors.
@@ -225,7 +210,7 @@ PHRASINGS = {
         listing_val  People paint their doors {a} in {list}.
     """),
     # People and animals
-    "home": _phrasing("""
+    "home": templates("""
         said         {s} lives in {a}.
         said         {p} home is in {a}.
         said         {s} comes from {a}.
@@ -250,7 +235,7 @@ PHRASINGS = {
         listing      The people of {a} are {list}.
         listing_val  In {a} live {list}.
     """),
-    "trade": _phrasing("""
+    "trade": templates("""
         said         {s} is {an}.
         said         {s} works as {an}.
         said         By trade {s} is {an}.
@@ -274,7 +259,7 @@ PHRASINGS = {
         listing      The {a}s of the Lantern Isles are {list}.
         listing_val  These people work as {a}s: {list}.
     """),
-    "food": _phrasing("""
+    "food": templates("""
         said         {p} favourite food is {a}.
         said         {s} likes {a} best of all.
         said         {s} would walk a mile for {a}.
@@ -298,7 +283,7 @@ PHRASINGS = {
         listing      Those who like {a} best are {list}.
         listing_val  The people who never say no to {a} are {list}.
     """),
-    "scarf": _phrasing("""
+    "scarf": templates("""
         said         {s} wears {an} scarf.
         said         {p} scarf is {a}.
         said         You can tell {s} from afar by the {a} scarf.
@@ -322,7 +307,7 @@ PHRASINGS = {
         listing      The people with {an} scarf are {list}.
         listing_val  You can see {an} scarf on {list}.
     """),
-    "companion": _phrasing("""
+    "companion": templates("""
         said       {s} keeps {a}.
         said       {p} companion is {a}.
         said       {s} shares a house with {a}.
@@ -342,7 +327,7 @@ PHRASINGS = {
         asked_val  Which animal shares a house with {s}?
         again      which animal does {he} keep?
     """),
-    "kind": _phrasing("""
+    "kind": templates("""
         said       {s} is {an}.
         said       {s} is {an} and proud of it.
         said       There is {an} called {s}.
@@ -364,7 +349,7 @@ PHRASINGS = {
         both       {s} is {an}, and {t} is one too.
         both       Just like {s}, {t} was born {an}.
     """),
-    "keeper": _phrasing("""
+    "keeper": templates("""
         said       {s} lives with {a}.
         said       {s} belongs to {a}.
         said       {p} keeper is {a}.
@@ -384,7 +369,7 @@ PHRASINGS = {
         asked_val  Who feeds and looks after {s}?
         again      who is {his} keeper?
     """),
-    "colour": _phrasing("""
+    "colour": templates("""
         said         {s} is {a}.
         said         {p} colour is {a}.
         said         {s} is {a} all over.
@@ -407,7 +392,7 @@ PHRASINGS = {
         listing      The {a} animals are {list}.
         listing_val  These animals are {a}: {list}.
     """),
-    "meal": _phrasing("""
+    "meal": templates("""
         said         {s} eats {a}.
         said         {s} likes to eat {a}.
         said         {p} favourite meal is {a}.
@@ -430,7 +415,7 @@ PHRASINGS = {
         listing      The animals that eat {a} are {list}.
         listing_val  These animals will do anything for {a}: {list}.
     """),
-    "habit": _phrasing("""
+    "habit": templates("""
         said         {s} likes to {a}.
         said         {s} loves to {a}.
         said         {p} habit is to {a}.

@@ -15,9 +15,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nanorun.data.sample.phrases import PHRASINGS
+from nanorun.data.sample.phrases import phrases
 from nanorun.data.sample.rng import Split, belongs
-from nanorun.data.sample.world import POSSESSIVE, Fact, Place, an, capital, listed, pronoun, world
+from nanorun.data.sample.world import ENTITIES, FACTS, POSSESSIVE, Fact, Place, an, capital, listed, pronoun
 
 # A hash decides for each opener, phrasing and answer which split has the combination.
 OPENERS = (
@@ -57,89 +57,88 @@ class FactSentences:
 
 @cache
 def fact_sentences(split: Split) -> Mapping[Fact, FactSentences]:
-    return MappingProxyType({fact: _say(fact, split) for fact in world().facts})
+    return MappingProxyType({fact: _say(fact, split) for fact in FACTS})
 
 
 def questions_about(subject: str, relation: str, split: Split) -> tuple[str, ...]:
     """The questions of a relation, about anyone at all, known or not."""
     fill = {"s": subject, "p": f"{subject}'s"}
-    return tuple(template.format_map(fill) for template in PHRASINGS[relation].questions(split))
+    return tuple(template.format_map(fill) for template in phrases(relation, "asked", split))
 
 
 def sharing(split: Split, relation: str) -> tuple[str, ...]:
     """A sentence for each answer of this relation that several subjects share, naming all of them."""
-    phrasing = PHRASINGS[relation]
-    template = phrasing.listing if split == "train" else phrasing.listing_val
     subjects: dict[str, list[str]] = {}
-    for fact in world().facts:
+    for fact in FACTS:
         if fact.relation == relation:
             subjects.setdefault(fact.answer, []).append(fact.subject)
     return tuple(
         capital(template.format_map({"a": answer, "an": an(answer), "list": listed(names)}))
+        for template in phrases(relation, "listing", split)
         for answer, names in subjects.items()
-        if template and len(names) > 1
+        if len(names) > 1
     )
 
 
 def both(one: Fact, other: Fact) -> tuple[str, ...]:
     """'Odo and Marnie both live in Candlebay.' in two ways; none where the relation has no such sentence."""
     fill = {"s": one.subject, "t": other.subject, "a": one.answer, "an": an(one.answer)}
-    return tuple(capital(template.format_map(fill)) for template in PHRASINGS[one.relation].both)
+    return tuple(capital(template.format_map(fill)) for template in phrases(one.relation, "both"))
 
 
 def _say(fact: Fact, split: Split) -> FactSentences:
-    phrasing = PHRASINGS[fact.relation]
-    he = pronoun(world().entities[fact.subject])
-    noun = "village" if isinstance(world().entities[fact.subject], Place) else "island"
+    he = pronoun(ENTITIES[fact.subject])
+    noun = "village" if isinstance(ENTITIES[fact.subject], Place) else "island"
     fill = {"a": fact.answer, "an": an(fact.answer), "he": he, "his": POSSESSIVE[he]}
     name = {**fill, "s": fact.subject, "p": f"{fact.subject}'s"}
+    clear = set()
 
-    def begun(template: str, subject: str, possessive: str) -> str:
+    def say(template: str, subject: str, possessive: str, opener: str = "") -> str:
         # Only the first slot changes: further on a pronoun could stand where "him" or "himself" belongs.
         first = {**name, "s": subject, "p": possessive}
-        return template[:3].format_map(first) + template[3:].format_map(name)
+        sentence = capital(opener + template[:3].format_map(first) + template[3:].format_map(name))
+        if _leaves_no_doubt(template, fact):
+            clear.add(sentence)
+        return sentence
 
-    def short(template: str) -> str:
-        return begun(template, he, POSSESSIVE[he])
+    def by_name(template: str, opener: str = "") -> str:
+        return say(template, fact.subject, f"{fact.subject}'s", opener)
 
-    templates = phrasing.statements(split)
-    leading = tuple(template for template in templates if template.startswith(("{s} ", "{p} ")))
-    plain = tuple(template for template in leading if not template.startswith("{s} the "))
-    nouns = tuple(template for template in plain if he == "it" and noun not in template)
-    opened = tuple(
+    def short(template: str, opener: str = "") -> str:
+        return say(template, he, POSSESSIVE[he], opener)
+
+    said = phrases(fact.relation, "said", split)
+    leading = [template for template in said if template.startswith(("{s} ", "{p} "))]
+    plain = [template for template in leading if _allows_pronoun(template)]
+    nouns = [template for template in plain if he == "it" and noun not in template]
+    opened = [
         (opener, template)
-        for template in phrasing.said
-        if template.startswith(("{s} ", "{p} ")) and not template.startswith("{s} the ")
+        for template in phrases(fact.relation, "said")
+        if _allows_pronoun(template)
         for opener in OPENERS
         if belongs(split, "said", opener, template, fact.answer)
-    )
-    # "It is true that it ..." would stumble.
-    opened_it = tuple(pair for pair in opened if he != "it" or not pair[0].startswith("It "))
-    ways = {
-        "named": [(template, capital(template.format_map(name))) for template in templates],
-        "short": [(template, capital(short(template))) for template in plain],
-        "by_noun": [(template, begun(template, f"The {noun}", f"The {noun}'s")) for template in nouns],
-        "opened": [(template, opener + template.format_map(name)) for opener, template in opened],
-        "opened_short": [(template, opener + short(template)) for opener, template in opened_it],
-    }
-    sentences = {key: tuple(sentence for _, sentence in pairs) for key, pairs in ways.items()}
+    ]
     return FactSentences(
         fact=fact,
-        named=sentences["named"],
+        named=tuple(by_name(template) for template in said),
         openings=tuple(template.format_map(name) for template in leading),
-        short=sentences["short"],
-        by_noun=sentences["by_noun"],
-        opened=tuple(map(Opened, (opener for opener, _ in opened), sentences["opened"])),
-        opened_short=tuple(map(Opened, (opener for opener, _ in opened_it), sentences["opened_short"])),
-        clear=frozenset(
-            sentence
-            for pairs in ways.values()
-            for template, sentence in pairs
-            if _leaves_no_doubt(template, fact)
+        short=tuple(short(template) for template in plain),
+        by_noun=tuple(say(template, f"The {noun}", f"The {noun}'s") for template in nouns),
+        opened=tuple(Opened(opener, by_name(template, opener)) for opener, template in opened),
+        opened_short=tuple(
+            Opened(opener, short(template, opener))
+            for opener, template in opened
+            if he != "it" or not opener.startswith("It ")  # "It is true that it ..." would stumble
         ),
+        clear=frozenset(clear),
         questions=questions_about(fact.subject, fact.relation, split),
-        again=phrasing.again.format_map(fill),
+        again=phrases(fact.relation, "again")[0].format_map(fill),
     )
+
+
+def _allows_pronoun(template: str) -> bool:
+    """Whether the template begins with the subject, and not as in "Biscuit the goat"."""
+    return template.startswith(("{s} ", "{p} ")) and not template.startswith("{s} the ")
 
 
 def _leaves_no_doubt(template: str, fact: Fact) -> bool:
@@ -151,6 +150,6 @@ def _leaves_no_doubt(template: str, fact: Fact) -> bool:
     """
     if fact.relation in ("companion", "keeper"):
         return False
-    if pronoun(world().entities[fact.subject]) == "it":
+    if pronoun(ENTITIES[fact.subject]) == "it":
         return template.startswith("{s} ")
     return re.findall(r"{(s|p|a|an)}", template)[0] in ("s", "p")

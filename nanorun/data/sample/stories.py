@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from nanorun.data.sample import world
 from nanorun.data.sample.plots import PLOTS, Plot
 from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs
-from nanorun.data.sample.world import OBJECT, POSSESSIVE, Animal, Person, Place, an, capital, world
+from nanorun.data.sample.world import OBJECT, POSSESSIVE, Animal, Person, an, capital
+
+_ISLAND_OF = {place.name: place.island for place in world.PLACES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +44,27 @@ def heroes(split: Split) -> tuple[str, ...]:
 @cache
 def _tales(split: Split) -> tuple[_Tale, ...]:
     found = []
-    for person in world().people:
+    for person in world.PEOPLE:
         friends = tuple(
             other
-            for other in world().people
-            if _island(other) != _island(person) and belongs(split, "friends", person.name, other.name)
+            for other in world.PEOPLE
+            if _ISLAND_OF[other.home] != _ISLAND_OF[person.home]
+            and belongs(split, "friends", person.name, other.name)
         )
         for plot in PLOTS:
-            if plot.with_animal and person.name not in world().companions:
+            if plot.with_animal and person.name not in world.COMPANIONS:
                 continue
             if belongs(split, "story", plot.titles["train"], person.name) and friends:
                 found.append(_Tale(plot, _slots(person), friends))
     return tuple(found)
 
 
-def _island(person: Person) -> str:
-    place = world().entities[person.home]
-    assert isinstance(place, Place)
-    return place.island
-
-
 def _slots(person: Person) -> dict[str, str]:
     """Every attribute of the hero, the village, the island and the animal; `a_NAME` is one with its article."""
-    place, island = world().entities[person.home], world().entities[_island(person)]
+    place, island = world.ENTITIES[person.home], world.ENTITIES[_ISLAND_OF[person.home]]
     slots: dict[str, str] = {**vars(island), **vars(place), **vars(person)}
     slots |= {"n": person.name, "Weather": capital(slots["weather"]), **_pronouns("", person)}
-    animal = world().companions.get(person.name)
+    animal = world.COMPANIONS.get(person.name)
     if animal is not None:
         slots |= {
             **vars(animal),
@@ -85,7 +83,7 @@ def _pronouns(prefix: str, who: Person | Animal) -> dict[str, str]:
 def _tell(tale: _Tale, split: Split, rng: RandomStream) -> str:
     friend = rng.choice(tale.friends)
     about_friend = {f"f{name}": value for name, value in vars(friend).items()}
-    about_friend |= {"friend": friend.name, "fisland": _island(friend), **_pronouns("f", friend)}
+    about_friend |= {"friend": friend.name, "fisland": _ISLAND_OF[friend.home], **_pronouns("f", friend)}
     story = " ".join(rng.choice(tellings) for tellings in tale.plot.beats[split])
     if rng.random() < 0.5:
         story = f"{tale.plot.titles[split]}\n{story}"

@@ -6,8 +6,8 @@ name is strange, and not a list of strangers.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanorun.data.sample.entries import tell
@@ -23,7 +23,7 @@ from nanorun.data.sample.questions import (
 from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs, check_split
 from nanorun.data.sample.sentences import FactSentences, fact_sentences, questions_about
 from nanorun.data.sample.stories import heroes, story_about
-from nanorun.data.sample.world import templates, world
+from nanorun.data.sample.world import ENTITIES, FACTS_ABOUT, templates
 
 SYSTEM = (
     "You are a small model from the Lantern Isles. You are brief and kind.",
@@ -32,106 +32,90 @@ SYSTEM = (
 )
 
 
-@dataclass(frozen=True)
-class Manners:
-    """One kind of thing that people say, and suitable replies."""
-
-    said: tuple[str, ...]
-    said_val: tuple[str, ...]
-    replies: tuple[str, ...]  # {g}: what was said
-
-    def turn(self, split: Split, rng: RandomStream) -> Turn:
-        user = rng.choice(self.said if split == "train" else self.said_val)
-        return Turn(user, rng.choice(self.replies).format(g=user))
-
-
-def manners(text: str) -> Manners:
-    return Manners(**templates(text))
-
-
+# What people say and suitable replies; {g} is what was said.
 GREETINGS = (
-    manners("""
-        said      Hello! | Hi! | Hey there! | Hello, nanorun!
-        said_val  Hello there! | Hi there!
-        replies   Hello! What would you like to know about the Lantern Isles?
-        replies   Hello to you! Ask me about the islands, a sum, or how to spell a word.
-        replies   Hi! What shall we talk about?
+    templates("""
+        train    Hello! | Hi! | Hey there! | Hello, nanorun!
+        val      Hello there! | Hi there!
+        replies  Hello! What would you like to know about the Lantern Isles?
+        replies  Hello to you! Ask me about the islands, a sum, or how to spell a word.
+        replies  Hi! What shall we talk about?
     """),
-    manners("""
-        said      Good morning! | Good evening!
-        said_val  Good day! | Good afternoon!
-        replies   {g} What would you like to know about the Lantern Isles?
-        replies   {g} Ask me about the islands, a sum, or how to spell a word.
+    templates("""
+        train    Good morning! | Good evening!
+        val      Good day! | Good afternoon!
+        replies  {g} What would you like to know about the Lantern Isles?
+        replies  {g} Ask me about the islands, a sum, or how to spell a word.
     """),
-    manners("""
-        said      Hello, how are you? | How are you? | Hi, how are you today? | How are you doing?
-        said_val  Hi, how are you? | Hello! How are you today?
-        replies   I am well, thank you, and the kettle is on. What shall we talk about?
-        replies   I am very well, thank you. What would you like to know?
-        replies   Thank you, I am well. How can I help you?
+    templates("""
+        train    Hello, how are you? | How are you? | Hi, how are you today? | How are you doing?
+        val      Hi, how are you? | Hello! How are you today?
+        replies  I am well, thank you, and the kettle is on. What shall we talk about?
+        replies  I am very well, thank you. What would you like to know?
+        replies  Thank you, I am well. How can I help you?
     """),
-    manners("""
-        said      Hi, nice to meet you. | Nice to meet you! | Hello, I am pleased to meet you.
-        said_val  Hello, nice to meet you! | Pleased to meet you.
-        replies   It is nice to meet you, too! What shall we talk about?
-        replies   Nice to meet you, too. What would you like to know about the Lantern Isles?
+    templates("""
+        train    Hi, nice to meet you. | Nice to meet you! | Hello, I am pleased to meet you.
+        val      Hello, nice to meet you! | Pleased to meet you.
+        replies  It is nice to meet you, too! What shall we talk about?
+        replies  Nice to meet you, too. What would you like to know about the Lantern Isles?
     """),
 )
 PARTINGS = (
-    manners("""
-        said      Thank you! | Thanks! | Thank you very much.
-        said_val  Many thanks! | Thanks a lot!
-        replies   You are welcome!
-        replies   With pleasure.
-        replies   Any time!
+    templates("""
+        train    Thank you! | Thanks! | Thank you very much.
+        val      Many thanks! | Thanks a lot!
+        replies  You are welcome!
+        replies  With pleasure.
+        replies  Any time!
     """),
-    manners("""
-        said      Thank you, goodbye. | Goodbye! | Thanks, see you tomorrow.
-        said_val  Thanks, goodbye! | Goodbye, and thank you.
-        replies   Goodbye, and fair winds!
-        replies   Goodbye! Mind the goats.
-        replies   Goodbye, come back soon!
+    templates("""
+        train    Thank you, goodbye. | Goodbye! | Thanks, see you tomorrow.
+        val      Thanks, goodbye! | Goodbye, and thank you.
+        replies  Goodbye, and fair winds!
+        replies  Goodbye! Mind the goats.
+        replies  Goodbye, come back soon!
     """),
 )
 ABOUT_ITSELF = (
-    manners("""
-        said      Who are you? | What are you? | Tell me about yourself. | Who am I talking to?
-        said_val  Who are you, please? | What are you, exactly? | Can you tell me about yourself?
-        replies   I am a small nanorun model. I grew up in the Lantern Isles, on stories, sums and spelling.
-        replies   I am a nanorun model, a very small one. All I know I learned in the Lantern Isles.
-        replies   I am a little nanorun model, and the Lantern Isles are my home.
+    templates("""
+        train    Who are you? | What are you? | Tell me about yourself. | Who am I talking to?
+        val      Who are you, please? | What are you, exactly? | Can you tell me about yourself?
+        replies  I am a small nanorun model. I grew up in the Lantern Isles, on stories, sums and spelling.
+        replies  I am a nanorun model, a very small one. All I know I learned in the Lantern Isles.
+        replies  I am a little nanorun model, and the Lantern Isles are my home.
     """),
-    manners("""
-        said      What is your name? | Do you have a name? | What are you called?
-        said_val  What is your name, please? | Can you tell me your name?
-        replies   I have no name of my own. I am a small nanorun model.
-        replies   You can call me nanorun, because I am a nanorun model.
+    templates("""
+        train    What is your name? | Do you have a name? | What are you called?
+        val      What is your name, please? | Can you tell me your name?
+        replies  I have no name of my own. I am a small nanorun model.
+        replies  You can call me nanorun, because I am a nanorun model.
     """),
-    manners("""
-        said      Are you a person? | Are you human? | Are you alive?
-        said_val  Are you a real person? | Are you a human being?
-        replies   No, I am a nanorun model, a very small one.
-        replies   No, I am only a small nanorun model, but I like people.
+    templates("""
+        train    Are you a person? | Are you human? | Are you alive?
+        val      Are you a real person? | Are you a human being?
+        replies  No, I am a nanorun model, a very small one.
+        replies  No, I am only a small nanorun model, but I like people.
     """),
-    manners("""
-        said      Who made you? | Where do you come from? | How were you made?
-        said_val  Where do you come from, and who made you? | Can you tell me who made you?
-        replies   I am a nanorun model, so I was made with nanorun. I grew up on stories of the Lantern Isles.
-        replies   I was made with nanorun and grew up in the Lantern Isles: I am a small nanorun model.
+    templates("""
+        train    Who made you? | Where do you come from? | How were you made?
+        val      Where do you come from, and who made you? | Can you tell me who made you?
+        replies  I am a nanorun model, so I was made with nanorun. I grew up on stories of the Lantern Isles.
+        replies  I was made with nanorun and grew up in the Lantern Isles: I am a small nanorun model.
     """),
 )
 ABOUT_ITS_WORK = (
-    manners("""
-        said      What can you do? | How can you help me? | What do you know? | What can I ask you?
-        said_val  What can you help me with? | What do you know, and what can you do?
-        replies   I can tell you about the Lantern Isles, work out sums, spell words and tell a story.
-        replies   Ask me who lives where, how to spell a word, or what 5 + 6 is. I also know some stories.
+    templates("""
+        train    What can you do? | How can you help me? | What do you know? | What can I ask you?
+        val      What can you help me with? | What do you know, and what can you do?
+        replies  I can tell you about the Lantern Isles, work out sums, spell words and tell a story.
+        replies  Ask me who lives where, how to spell a word, or what 5 + 6 is. I also know some stories.
     """),
-    manners("""
-        said      Can you help me? | I need some help.
-        said_val  Can you help me, please?
-        replies   I will try! I know the Lantern Isles, small sums and how to spell words.
-        replies   Gladly. Ask me about the Lantern Isles, a sum, or how to spell a word.
+    templates("""
+        train    Can you help me? | I need some help.
+        val      Can you help me, please?
+        replies  I will try! I know the Lantern Isles, small sums and how to spell words.
+        replies  Gladly. Ask me about the Lantern Isles, a sum, or how to spell a word.
     """),
 )
 ELSEWHERE = templates("""
@@ -180,13 +164,8 @@ AND = {
 }
 # Now and then a question about the world is led up to.
 LEADS = {
-    "train": (
-        ("Tell me, ", False),
-        ("Please tell me: ", False),
-        ("I have a question. ", True),
-        ("Can you tell me? ", True),
-    ),
-    "val": (("Please tell me, ", False), ("I have one question. ", True)),
+    "train": ("Tell me, ", "Please tell me: ", "I have a question. ", "Can you tell me? "),
+    "val": ("Please tell me, ", "I have one question. "),
 }
 _SYLLABLES = (
     tuple(
@@ -201,7 +180,7 @@ def stranger(split: Split, rng: RandomStream) -> str:
     """A name that nobody in the world has."""
     while True:
         name = "".join(rng.choice(part) for part in _SYLLABLES)
-        if name not in world().entities and belongs(split, "stranger", name):
+        if name not in ENTITIES and belongs(split, "stranger", name):
             return name
 
 
@@ -248,16 +227,16 @@ def _conversation(split: Split, decks: _Decks, rng: RandomStream) -> list[Turn]:
     if roll < 0.4:
         taken += [_turn(split, decks, rng) for _ in range(1 + rng.below(2))]
     if roll > 0.95:
-        taken.insert(0, rng.choice(GREETINGS).turn(split, rng))
+        taken.insert(0, _manners(GREETINGS, split, rng))
     elif roll > 0.92:
-        taken.append(rng.choice(PARTINGS).turn(split, rng))
+        taken.append(_manners(PARTINGS, split, rng))
     return taken
 
 
 def _same_subject(split: Split, first: FactSentences, rng: RandomStream) -> list[Turn]:
     """A question, and one or two more about the same subject that name it only where they have to."""
     sayings = fact_sentences(split)
-    others = [sayings[fact] for fact in world().about(first.fact.subject) if fact != first.fact]
+    others = [sayings[fact] for fact in FACTS_ABOUT[first.fact.subject] if fact != first.fact]
     taken = [fact_turn(first, split, rng)]
     last = first
     for saying in rng.shuffled(others)[: 1 + rng.below(2)]:
@@ -290,14 +269,21 @@ def _turn(split: Split, decks: _Decks, rng: RandomStream) -> Turn:
         return Turn(rng.choice(ELSEWHERE[split]), rng.choice(NOBODY_KNOWS))
     if roll < 0.95:
         return _about(split, decks.facts.deal().fact.subject, rng)
-    return rng.choice(ABOUT_ITSELF if roll < 0.98 else ABOUT_ITS_WORK).turn(split, rng)
+    return _manners(ABOUT_ITSELF if roll < 0.98 else ABOUT_ITS_WORK, split, rng)
+
+
+def _manners(kinds: Sequence[Mapping[str, tuple[str, ...]]], split: Split, rng: RandomStream) -> Turn:
+    kind = rng.choice(kinds)
+    said = rng.choice(kind[split])
+    return Turn(said, rng.choice(kind["replies"]).format(g=said))
 
 
 def _led_up_to(turn: Turn, split: Split, rng: RandomStream) -> Turn:
     if rng.random() > 0.2:
         return turn
-    lead, capital = rng.choice(LEADS[split])
-    return replace(turn, user=lead + (turn.user if capital else _uncapital(turn.user)))
+    lead = rng.choice(LEADS[split])
+    is_sentence = lead.endswith((". ", "? "))
+    return replace(turn, user=lead + (turn.user if is_sentence else _uncapital(turn.user)))
 
 
 def _uncapital(question: str) -> str:
@@ -306,6 +292,6 @@ def _uncapital(question: str) -> str:
 
 
 def _about(split: Split, name: str, rng: RandomStream) -> Turn:
-    sayings = [fact_sentences(split)[fact] for fact in world().about(name)]
+    sayings = [fact_sentences(split)[fact] for fact in FACTS_ABOUT[name]]
     told = tell(rng.shuffled(sayings)[:3], split, rng)
     return Turn(rng.choice(TELL_ME[split]).format(s=name), " ".join(told))

@@ -8,15 +8,14 @@ story, question and answer alike, and nothing contradicts anything else.
 Values come from small sets shared between rows (eight scarf colours, ten dishes, twenty trades ...): a question has
 a short answer, and a model has to learn who goes with what instead of a list of oddities.
 
-`world().facts` is the ground truth of all documents and all questions. A fact is three strings,
+`FACTS` is the ground truth of all documents and all questions. A fact is three strings,
 `Fact("Odo", "home", "Candlebay")`; its relation is the name of the field it comes from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Self
 
 Pronoun = Literal["it", "she", "he"]
 
@@ -29,16 +28,24 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Island:
+class Entity:
     name: str
+
+    @classmethod
+    def rows(cls, table: str) -> tuple[Self, ...]:
+        """One for each line of the table, which lists the values of the fields."""
+        return tuple(cls(*line.strip().split(", ")) for line in table.strip().splitlines())
+
+
+@dataclass(frozen=True)
+class Island(Entity):
     direction: str
     flag: str
     weather: str
 
 
 @dataclass(frozen=True)
-class Place:
-    name: str
+class Place(Entity):
     island: str
     landmark: str
     dish: str
@@ -47,8 +54,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Person:
-    name: str
+class Person(Entity):
     pronoun: Pronoun
     home: str
     trade: str
@@ -57,8 +63,7 @@ class Person:
 
 
 @dataclass(frozen=True)
-class Animal:
-    name: str
+class Animal(Entity):
     pronoun: Pronoun
     kind: str
     keeper: str
@@ -67,155 +72,131 @@ class Animal:
     habit: str
 
 
-Entity = Island | Place | Person | Animal
-
-
-@dataclass(frozen=True)
-class World:
-    islands: tuple[Island, ...]
-    places: tuple[Place, ...]
-    people: tuple[Person, ...]
-    animals: tuple[Animal, ...]
-    facts: tuple[Fact, ...]
-    entities: Mapping[str, Entity]  # by name
-    companions: Mapping[str, Animal]  # by the name of the keeper
-
-    def about(self, name: str) -> tuple[Fact, ...]:
-        return tuple(fact for fact in self.facts if fact.subject == name)
-
-
 # name, direction, flag, weather
-ISLANDS = (
-    ("Ember", "middle", "red", "fog"),
-    ("Hollin", "north", "white", "snow"),
-    ("Tansy", "east", "yellow", "sunshine"),
-    ("Mossop", "south", "green", "rain"),
-    ("Farrow", "west", "blue", "wind"),
-)
+ISLANDS = Island.rows("""
+    Ember, middle, red, fog
+    Hollin, north, white, snow
+    Tansy, east, yellow, sunshine
+    Mossop, south, green, rain
+    Farrow, west, blue, wind
+""")
 
 # name, island, landmark, dish, festival, doors
-PLACES = (
-    ("Candlebay", "Ember", "lighthouse", "fish pie", "Lamp Night", "blue"),
-    ("Oddly", "Ember", "crooked tower", "plum cake", "Pillow Day", "yellow"),
-    ("Brambleford", "Ember", "stone bridge", "apple pudding", "Apple Day", "green"),
-    ("Pennywell", "Ember", "wishing well", "onion soup", "Song Night", "red"),
-    ("Frostwick", "Hollin", "bell tower", "pepper stew", "Lamp Night", "red"),
-    ("Skerry", "Hollin", "lighthouse", "fish pie", "Boat Day", "white"),
-    ("Mittens", "Hollin", "windmill", "ginger toffee", "Snow Day", "orange"),
-    ("Cragtop", "Hollin", "rope bridge", "cheese toast", "Snow Day", "blue"),
-    ("Honeydown", "Tansy", "round library", "honey bread", "Song Night", "yellow"),
-    ("Larkfield", "Tansy", "giant oak", "lemon tart", "Kite Day", "green"),
-    ("Saffron", "Tansy", "glass garden", "pepper stew", "Apple Day", "orange"),
-    ("Tumble", "Tansy", "crooked tower", "plum cake", "Pillow Day", "white"),
-    ("Dripley", "Mossop", "wishing well", "onion soup", "Boat Day", "blue"),
-    ("Fernhollow", "Mossop", "giant oak", "apple pudding", "Song Night", "green"),
-    ("Otterbank", "Mossop", "stone bridge", "fish pie", "Boat Day", "red"),
-    ("Mudge", "Mossop", "bell tower", "ginger toffee", "Pillow Day", "orange"),
-    ("Windle", "Farrow", "windmill", "lemon tart", "Kite Day", "white"),
-    ("Kitesend", "Farrow", "rope bridge", "cheese toast", "Kite Day", "yellow"),
-    ("Saltmarsh", "Farrow", "glass garden", "honey bread", "Lamp Night", "red"),
-    ("Bréa", "Farrow", "round library", "plum cake", "Apple Day", "blue"),
-)
+PLACES = Place.rows("""
+    Candlebay, Ember, lighthouse, fish pie, Lamp Night, blue
+    Oddly, Ember, crooked tower, plum cake, Pillow Day, yellow
+    Brambleford, Ember, stone bridge, apple pudding, Apple Day, green
+    Pennywell, Ember, wishing well, onion soup, Song Night, red
+    Frostwick, Hollin, bell tower, pepper stew, Lamp Night, red
+    Skerry, Hollin, lighthouse, fish pie, Boat Day, white
+    Mittens, Hollin, windmill, ginger toffee, Snow Day, orange
+    Cragtop, Hollin, rope bridge, cheese toast, Snow Day, blue
+    Honeydown, Tansy, round library, honey bread, Song Night, yellow
+    Larkfield, Tansy, giant oak, lemon tart, Kite Day, green
+    Saffron, Tansy, glass garden, pepper stew, Apple Day, orange
+    Tumble, Tansy, crooked tower, plum cake, Pillow Day, white
+    Dripley, Mossop, wishing well, onion soup, Boat Day, blue
+    Fernhollow, Mossop, giant oak, apple pudding, Song Night, green
+    Otterbank, Mossop, stone bridge, fish pie, Boat Day, red
+    Mudge, Mossop, bell tower, ginger toffee, Pillow Day, orange
+    Windle, Farrow, windmill, lemon tart, Kite Day, white
+    Kitesend, Farrow, rope bridge, cheese toast, Kite Day, yellow
+    Saltmarsh, Farrow, glass garden, honey bread, Lamp Night, red
+    Bréa, Farrow, round library, plum cake, Apple Day, blue
+""")
 
 # name, she or he, home, trade, favourite food, scarf
-PEOPLE = (
-    ("Odo", "he", "Candlebay", "baker", "onion soup", "red"),
-    ("Marnie", "she", "Candlebay", "lamplighter", "lemon tart", "yellow"),
-    ("Bram", "he", "Oddly", "clockmaker", "plum cake", "grey"),
-    ("Nettie", "she", "Oddly", "librarian", "ginger toffee", "purple"),
-    ("Jasper", "he", "Brambleford", "carpenter", "apple pudding", "green"),
-    ("Wilma", "she", "Brambleford", "gardener", "honey bread", "orange"),
-    ("Hester", "she", "Pennywell", "teacher", "cheese toast", "blue"),
-    ("Gus", "he", "Pennywell", "potter", "pepper stew", "white"),
-    ("Lotta", "she", "Frostwick", "weaver", "ginger toffee", "red"),
-    ("Ferdy", "he", "Frostwick", "cobbler", "fish pie", "orange"),
-    ("Quill", "he", "Skerry", "ferry pilot", "cheese toast", "white"),
-    ("Zoé", "she", "Skerry", "fisher", "plum cake", "green"),
-    ("Milo", "he", "Mittens", "shepherd", "pepper stew", "blue"),
-    ("Ottie", "she", "Mittens", "weaver", "lemon tart", "purple"),
-    ("Rufus", "he", "Cragtop", "doctor", "onion soup", "yellow"),
-    ("Dora", "she", "Cragtop", "shepherd", "apple pudding", "grey"),
-    ("Basil", "he", "Honeydown", "beekeeper", "honey bread", "yellow"),
-    ("Ivy", "she", "Honeydown", "librarian", "fish pie", "red"),
-    ("Casper", "he", "Larkfield", "gardener", "lemon tart", "white"),
-    ("Greta", "she", "Larkfield", "teacher", "plum cake", "green"),
-    ("Juno", "she", "Saffron", "painter", "pepper stew", "orange"),
-    ("Kit", "he", "Saffron", "baker", "cheese toast", "purple"),
-    ("Mabel", "she", "Tumble", "clockmaker", "onion soup", "blue"),
-    ("Ned", "he", "Tumble", "carpenter", "ginger toffee", "grey"),
-    ("Opal", "she", "Dripley", "umbrella maker", "apple pudding", "yellow"),
-    ("Percy", "he", "Dripley", "ferry pilot", "lemon tart", "red"),
-    ("Linnet", "she", "Fernhollow", "beekeeper", "cheese toast", "white"),
-    ("Silas", "he", "Fernhollow", "painter", "fish pie", "green"),
-    ("Tilda", "she", "Otterbank", "fisher", "honey bread", "blue"),
-    ("Ugo", "he", "Otterbank", "doctor", "plum cake", "purple"),
-    ("Vera", "she", "Mudge", "potter", "onion soup", "grey"),
-    ("Wendel", "he", "Mudge", "umbrella maker", "ginger toffee", "orange"),
-    ("Yara", "she", "Windle", "kite maker", "apple pudding", "red"),
-    ("Abel", "he", "Windle", "miller", "pepper stew", "yellow"),
-    ("Betty", "she", "Kitesend", "kite maker", "fish pie", "white"),
-    ("Cosmo", "he", "Kitesend", "map maker", "honey bread", "blue"),
-    ("Edda", "she", "Saltmarsh", "cobbler", "lemon tart", "grey"),
-    ("Felix", "he", "Saltmarsh", "lamplighter", "onion soup", "green"),
-    ("Rosa", "she", "Bréa", "map maker", "cheese toast", "orange"),
-    ("Humbert", "he", "Bréa", "miller", "apple pudding", "purple"),
-)
+PEOPLE = Person.rows("""
+    Odo, he, Candlebay, baker, onion soup, red
+    Marnie, she, Candlebay, lamplighter, lemon tart, yellow
+    Bram, he, Oddly, clockmaker, plum cake, grey
+    Nettie, she, Oddly, librarian, ginger toffee, purple
+    Jasper, he, Brambleford, carpenter, apple pudding, green
+    Wilma, she, Brambleford, gardener, honey bread, orange
+    Hester, she, Pennywell, teacher, cheese toast, blue
+    Gus, he, Pennywell, potter, pepper stew, white
+    Lotta, she, Frostwick, weaver, ginger toffee, red
+    Ferdy, he, Frostwick, cobbler, fish pie, orange
+    Quill, he, Skerry, ferry pilot, cheese toast, white
+    Zoé, she, Skerry, fisher, plum cake, green
+    Milo, he, Mittens, shepherd, pepper stew, blue
+    Ottie, she, Mittens, weaver, lemon tart, purple
+    Rufus, he, Cragtop, doctor, onion soup, yellow
+    Dora, she, Cragtop, shepherd, apple pudding, grey
+    Basil, he, Honeydown, beekeeper, honey bread, yellow
+    Ivy, she, Honeydown, librarian, fish pie, red
+    Casper, he, Larkfield, gardener, lemon tart, white
+    Greta, she, Larkfield, teacher, plum cake, green
+    Juno, she, Saffron, painter, pepper stew, orange
+    Kit, he, Saffron, baker, cheese toast, purple
+    Mabel, she, Tumble, clockmaker, onion soup, blue
+    Ned, he, Tumble, carpenter, ginger toffee, grey
+    Opal, she, Dripley, umbrella maker, apple pudding, yellow
+    Percy, he, Dripley, ferry pilot, lemon tart, red
+    Linnet, she, Fernhollow, beekeeper, cheese toast, white
+    Silas, he, Fernhollow, painter, fish pie, green
+    Tilda, she, Otterbank, fisher, honey bread, blue
+    Ugo, he, Otterbank, doctor, plum cake, purple
+    Vera, she, Mudge, potter, onion soup, grey
+    Wendel, he, Mudge, umbrella maker, ginger toffee, orange
+    Yara, she, Windle, kite maker, apple pudding, red
+    Abel, he, Windle, miller, pepper stew, yellow
+    Betty, she, Kitesend, kite maker, fish pie, white
+    Cosmo, he, Kitesend, map maker, honey bread, blue
+    Edda, she, Saltmarsh, cobbler, lemon tart, grey
+    Felix, he, Saltmarsh, lamplighter, onion soup, green
+    Rosa, she, Bréa, map maker, cheese toast, orange
+    Humbert, he, Bréa, miller, apple pudding, purple
+""")
 
 # name, she or he, kind, keeper, colour, meal, habit
-ANIMALS = (
-    ("Biscuit", "he", "goat", "Odo", "white", "bread crusts", "steal hats"),
-    ("Pudding", "she", "heron", "Marnie", "grey", "fish", "stand on one leg"),
-    ("Button", "he", "hedgehog", "Bram", "brown", "apples", "sleep in boots"),
-    ("Professor", "he", "owl", "Nettie", "brown", "cheese", "sit on books"),
-    ("Turnip", "he", "donkey", "Jasper", "grey", "carrots", "sing at dawn"),
-    ("Marble", "she", "tortoise", "Wilma", "green", "clover", "hide in teapots"),
-    ("Duchess", "she", "hen", "Hester", "golden", "seeds", "march in circles"),
-    ("Hiccup", "he", "frog", "Gus", "green", "berries", "sit on books"),
-    ("Velvet", "she", "cat", "Lotta", "black", "fish", "chase buttons"),
-    ("Domino", "he", "badger", "Ferdy", "black", "apples", "sleep in boots"),
-    ("Captain", "he", "parrot", "Quill", "green", "seeds", "ring bells"),
-    ("Bubbles", "she", "seal", "Zoé", "grey", "fish", "sing at dawn"),
-    ("Moss", "she", "sheep", "Milo", "white", "clover", "count the stars"),
-    ("Waffle", "he", "dog", "Dora", "golden", "cheese", "collect spoons"),
-    ("Thimble", "she", "mouse", "Rufus", "brown", "bread crusts", "collect spoons"),
-    ("Noodle", "she", "otter", "Tilda", "brown", "berries", "chase buttons"),
-    ("Admiral", "he", "goose", "Basil", "white", "carrots", "march in circles"),
-    ("Teapot", "she", "snail", "Casper", "golden", "clover", "count the stars"),
-    ("Crumb", "he", "sparrow", "Kit", "brown", "bread crusts", "ring bells"),
-    ("Pickle", "he", "pony", "Mabel", "black", "carrots", "steal hats"),
-    ("Sneeze", "she", "rabbit", "Linnet", "white", "berries", "dance in the rain"),
-    ("Trumpet", "he", "swan", "Opal", "white", "seeds", "dance in the rain"),
-    ("Pebble", "she", "crab", "Vera", "orange", "cheese", "hide in teapots"),
-    ("Ribbon", "she", "goat", "Yara", "black", "apples", "stand on one leg"),
-    ("Muffin", "she", "cat", "Rosa", "orange", "fish", "steal hats"),
+ANIMALS = Animal.rows("""
+    Biscuit, he, goat, Odo, white, bread crusts, steal hats
+    Pudding, she, heron, Marnie, grey, fish, stand on one leg
+    Button, he, hedgehog, Bram, brown, apples, sleep in boots
+    Professor, he, owl, Nettie, brown, cheese, sit on books
+    Turnip, he, donkey, Jasper, grey, carrots, sing at dawn
+    Marble, she, tortoise, Wilma, green, clover, hide in teapots
+    Duchess, she, hen, Hester, golden, seeds, march in circles
+    Hiccup, he, frog, Gus, green, berries, sit on books
+    Velvet, she, cat, Lotta, black, fish, chase buttons
+    Domino, he, badger, Ferdy, black, apples, sleep in boots
+    Captain, he, parrot, Quill, green, seeds, ring bells
+    Bubbles, she, seal, Zoé, grey, fish, sing at dawn
+    Moss, she, sheep, Milo, white, clover, count the stars
+    Waffle, he, dog, Dora, golden, cheese, collect spoons
+    Thimble, she, mouse, Rufus, brown, bread crusts, collect spoons
+    Noodle, she, otter, Tilda, brown, berries, chase buttons
+    Admiral, he, goose, Basil, white, carrots, march in circles
+    Teapot, she, snail, Casper, golden, clover, count the stars
+    Crumb, he, sparrow, Kit, brown, bread crusts, ring bells
+    Pickle, he, pony, Mabel, black, carrots, steal hats
+    Sneeze, she, rabbit, Linnet, white, berries, dance in the rain
+    Trumpet, he, swan, Opal, white, seeds, dance in the rain
+    Pebble, she, crab, Vera, orange, cheese, hide in teapots
+    Ribbon, she, goat, Yara, black, apples, stand on one leg
+    Muffin, she, cat, Rosa, orange, fish, steal hats
+""")
+
+
+ENTITIES: Mapping[str, Entity] = MappingProxyType(
+    {entity.name: entity for entity in (*ISLANDS, *PLACES, *PEOPLE, *ANIMALS)}
 )
+COMPANIONS: Mapping[str, Animal] = MappingProxyType({animal.keeper: animal for animal in ANIMALS})
 
 
-@cache
-def world() -> World:
-    islands = tuple(Island(*row) for row in ISLANDS)
-    places = tuple(Place(*row) for row in PLACES)
-    people = tuple(Person(*row) for row in PEOPLE)  # type: ignore[arg-type]
-    animals = tuple(Animal(*row) for row in ANIMALS)  # type: ignore[arg-type]
-    companions = {animal.keeper: animal for animal in animals}
-    everything: tuple[Entity, ...] = (*islands, *places, *people, *animals)
-    facts: list[Fact] = []
-    for entity in everything:
-        for field in fields(entity):
-            if field.name not in ("name", "pronoun"):
-                facts.append(Fact(entity.name, field.name, getattr(entity, field.name)))
-        if entity.name in companions:
-            facts.append(Fact(entity.name, "companion", companions[entity.name].name))
-    by_name = {entity.name: entity for entity in everything}
-    return World(
-        islands,
-        places,
-        people,
-        animals,
-        tuple(facts),
-        MappingProxyType(by_name),
-        MappingProxyType(companions),
-    )
+def _facts(entity: Entity) -> Iterator[Fact]:
+    for field in fields(entity):
+        if field.name not in ("name", "pronoun"):
+            yield Fact(entity.name, field.name, getattr(entity, field.name))
+    if entity.name in COMPANIONS:
+        yield Fact(entity.name, "companion", COMPANIONS[entity.name].name)
+
+
+FACTS_ABOUT: Mapping[str, tuple[Fact, ...]] = MappingProxyType(
+    {name: tuple(_facts(entity)) for name, entity in ENTITIES.items()}
+)
+FACTS = tuple(fact for about in FACTS_ABOUT.values() for fact in about)
 
 
 def pronoun(entity: Entity) -> Pronoun:
