@@ -33,8 +33,8 @@ from nanorun.infer.frozen import Matrix, freeze
 from nanorun.infer.kernels.attention import KVSplit, combine_and_project, rope_cache_attention
 from nanorun.infer.kernels.elementwise import relu2_, residual_norm, softcap
 from nanorun.infer.kernels.linear import Tile, linear_residual, norm_linear, padded
-from nanorun.infer.kernels.step import Tuning, decode_step, tune
-from nanorun.infer.kernels.weights import DecodeWeights, Workspace
+from nanorun.infer.kernels.step import FastDecode, Tuning, tune
+from nanorun.infer.kernels.weights import DecodeWeights
 from nanorun.model.gpt import GPT, build
 from nanorun.provenance import record, write_result
 
@@ -272,13 +272,13 @@ def tuned_step(
 
 @torch.no_grad()
 def step_us(weights: DecodeWeights, cache: Cache, batch: int, context: int, tuning: Tuning) -> float:
-    workspace = Workspace(weights, batch, tuning.max_splits)
+    fast = FastDecode(weights, cache, tuning)
     slots = torch.arange(batch, device=CUDA, dtype=torch.int32)
     tokens = torch.randint(0, VOCAB, (batch,), device=CUDA, dtype=torch.int32)
     positions = torch.full((batch,), context - 1, device=CUDA, dtype=torch.int32)
 
     def run() -> None:
-        decode_step(weights, cache, slots, tokens, positions, tuning, workspace)
+        fast(slots, tokens, positions)
 
     return replay_us(run, 1, replays=40)
 
@@ -286,7 +286,7 @@ def step_us(weights: DecodeWeights, cache: Cache, batch: int, context: int, tuni
 def run_once(weights: DecodeWeights, cache: Cache, batch: int, tuning: Tuning) -> float:
     """Only to compile the kernels."""
     rows = torch.arange(batch, device=CUDA, dtype=torch.int32)
-    decode_step(weights, cache, rows, rows, rows, tuning)
+    FastDecode(weights, cache, tuning)(rows, rows, rows)
     return 0.0
 
 
@@ -301,7 +301,7 @@ def step_error(model: GPT, weights: DecodeWeights, cache: Cache, batch: int, tun
         (*exact.k, *exact.v, exact.tokens), (*cache.k, *cache.v, cache.tokens), strict=True
     ):
         mine.copy_(theirs)
-    fast = decode_step(weights, cache, slots, tokens, positions, tuning).double()
+    fast = FastDecode(weights, cache, tuning)(slots, tokens, positions).double()
     truth = decode(freeze(model, torch.float64), exact, slots, tokens, positions)
     return ((fast - truth).norm() / truth.norm()).item()
 

@@ -171,13 +171,13 @@ class Engine:
 
         `on_reply` is called as each request, in order, is done.
         """
-        for request in requests:  # all are checked before any runs
+        for request in requests:  # all, before any runs
             request.check(self.context, self.vocab_size, self.tokenizer is not None)
         handles: list[Handle] = []
         replies: list[Reply] = []
         try:
             with self._lock:  # all arrive at once: which sequences share steps is the same every time
-                handles += [self._enqueue(request, None) for request in requests]
+                handles += [self.submit(request, limit_queue=False) for request in requests]
             for handle in handles:
                 replies += handle.result()
                 if on_reply is not None:
@@ -220,17 +220,23 @@ class Engine:
         finally:
             handle.cancel()
 
-    def submit(self, request: Request, listener: Listener | None = None) -> Handle:
+    def submit(
+        self, request: Request, listener: Listener | None = None, *, limit_queue: bool = True
+    ) -> Handle:
         """Starts a request. The listener is called in the engine's thread and must be quick."""
         request.check(self.context, self.vocab_size, self.tokenizer is not None)
         with self._lock:
             waiting, limit = self._submitted + self._queued, self.settings.max_queue
-            if waiting + request.samples > max(limit, request.samples):
+            if limit_queue and waiting + request.samples > max(limit, request.samples):
                 raise UserError(
                     f"The queue is full: {waiting} samples wait and {request.samples} more were requested "
                     f"(at most {limit}). Please try again later."
                 )
-            return self._enqueue(request, listener)
+            self._wake()
+            self._submitted += request.samples
+            handle = Handle(request, listener, self._on_cancel)
+            self._inbox.requests.append(handle)
+            return handle
 
     def load_weights(self, model: GPT) -> None:
         """Continues with the model's current weights, as reinforcement learning does between two batches. Its
@@ -246,7 +252,14 @@ class Engine:
     def warm_up(self, batches: Sequence[int] = (1,), samplings: Sequence[Sampling] = (Sampling(),)) -> None:
         """Captures the CUDA graphs for these batch sizes, so that no request waits for the capture."""
         features = [SamplingFeatures.union([(sampling, None)], MAX_TOP_LOGPROBS) for sampling in samplings]
-        self._run_in_thread(lambda: self._scheduler.stepper.capture(batches, features))
+        stepper = self._scheduler.stepper
+
+        def launch() -> None:
+            for batch in batches:
+                for each in features:
+                    stepper.launch([stepper.cache.scratch] * batch, each, longest=1)
+
+        self._run_in_thread(launch)
 
     def close(self) -> None:
         """Cancels what is running and ends the thread."""
@@ -265,14 +278,6 @@ class Engine:
         self.close()
 
     # -- other threads -------------------------------------------------------------------------------
-
-    def _enqueue(self, request: Request, listener: Listener | None) -> Handle:
-        """Puts a request into the inbox. The caller holds the lock."""
-        handle = Handle(request, listener, self._on_cancel)
-        self._wake()
-        self._submitted += request.samples
-        self._inbox.requests.append(handle)
-        return handle
 
     def _on_cancel(self) -> None:
         with self._lock:
@@ -306,7 +311,17 @@ class Engine:
             torch.set_num_threads(self._own_threads)
             with torch.inference_mode():
                 while (inbox := self._wait_for_work()) is not None:
-                    self._process_inbox(inbox)
+                    for handle in inbox.requests:
+                        request, seed = handle.request, handle.request.sampling.seed
+                        seed = seed if seed is not None else secrets.randbits(62)
+                        emit = handle.notify if handle.listener is not None else None
+                        samples = [
+                            SequenceState(request, sample, seed + sample, self.context, self.tokenizer, emit)
+                            for sample in range(request.samples)
+                        ]
+                        self._handles.update(dict.fromkeys(samples, handle))
+                        self._scheduler.add(samples)
+                    self._process_tools_and_tasks(inbox)
                     self._scheduler.step()
             self._fail_all(UserError("The engine was closed before the reply was finished."))
         except BaseException as error:
@@ -330,17 +345,8 @@ class Engine:
             self._queued, self._submitted = self._scheduler.num_waiting + self._submitted, 0
             return inbox
 
-    def _process_inbox(self, inbox: _Inbox) -> None:
-        for handle in inbox.requests:
-            request = handle.request
-            seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(62)
-            emit = handle.notify if handle.listener is not None else None
-            samples = [
-                SequenceState(request, sample, seed + sample, self.context, self.tokenizer, emit)
-                for sample in range(request.samples)
-            ]
-            self._handles.update(dict.fromkeys(samples, handle))
-            self._scheduler.add(samples)
+    def _process_tools_and_tasks(self, inbox: _Inbox) -> None:
+        """What the inbox has beside requests: outputs of tools, cancellations, tasks of other threads."""
         has_cancellations = inbox.has_cancellations
         for sequence, output in inbox.tool_outputs:
             if not isinstance(output, BaseException):

@@ -120,7 +120,7 @@ def sample(
     else:
         filtered = z / params.temperature.masked_fill(params.temperature == 0, 1.0)[:, None]
         if features.top_k or features.sort or features.min_p:  # the argmax always stays: greedy rows are safe
-            filtered = filtered.masked_fill(filtered < _min_logit(filtered, params, features), float("-inf"))
+            filtered = filtered.masked_fill(filtered < min_logit(filtered, params, features), float("-inf"))
         tokens = select(filtered, params.seed, positions, params.temperature > 0)
     logprobs, top = None, None
     if features.logprobs:
@@ -176,7 +176,7 @@ def _apply_repetition_penalty(
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def _min_logit(z: Tensor, params: SamplingParams, features: SamplingFeatures) -> Tensor:
+def min_logit(z: Tensor, params: SamplingParams, features: SamplingFeatures) -> Tensor:
     """The smallest logit (N, 1) that passes top-k, top-p and min-p, in that order."""
     threshold = torch.full_like(z[:, :1], float("-inf"))
     k = params.top_k.masked_fill(params.top_k == 0, z.size(1)).clamp(max=z.size(1))[:, None]

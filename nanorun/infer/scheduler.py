@@ -33,10 +33,10 @@ from nanorun.infer.cache import Cache, SlotPool
 from nanorun.infer.forward import Decoder, compiled_decode, plain_decode, prefill
 from nanorun.infer.frozen import freeze
 from nanorun.infer.request import MAX_TOP_LOGPROBS, Finish, Reply
-from nanorun.infer.sampling import GumbelArgmax, SamplingFeatures, SamplingParams, gumbel_argmax
+from nanorun.infer.sampling import GumbelArgmax, SamplingFeatures, gumbel_argmax
 from nanorun.infer.sequence import SequenceState
 from nanorun.infer.speculate import Drafter, DraftModel, PromptLookup
-from nanorun.infer.step import DecodeRow, GreedySample, InFlightStep, Stepper, capture_cuda_graph
+from nanorun.infer.step import GreedySample, InFlightStep, Stepper, capture_cuda_graph
 from nanorun.model.gpt import GPT
 from nanorun.model.kernels import kernels_run_on
 
@@ -233,12 +233,7 @@ class Scheduler:
             return
         self._prefilling = [sequence for sequence in self._prefilling if sequence.uncached_tokens]
         ready = [sequence for first in done for sequence in (first, *self._fork(first))]
-        rows = []
-        for sequence in ready:
-            slot = sequence.assigned_slot
-            params = SamplingParams.pack(sequence.request.sampling, sequence.seed)
-            rows.append(DecodeRow(slot.index, slot.cached_tokens, sequence.tokens[-1], *params))
-        self.stepper.write_rows(rows)
+        self.stepper.write_rows(ready)
         self._decoding += ready
 
     def _fork(self, first: SequenceState) -> list[SequenceState]:
@@ -273,7 +268,11 @@ class Scheduler:
     def _process(self, scheduled: _ScheduledStep) -> None:
         result = scheduled.step.wait()
         width = self.stepper.tokens_per_row
-        total, any_left, emit = 0, False, self._should_emit(len(scheduled.rows))
+        total, any_left, now = 0, False, time.perf_counter()
+        emit = now >= self._next_event_time  # or with the tokens of a later step
+        if emit and self._events_per_s is not None:
+            interval = len(scheduled.rows) / self._events_per_s
+            self._next_event_time = now + max(interval, MIN_EVENT_INTERVAL_S)
         for row, (sequence, epoch) in enumerate(scheduled.rows):
             if sequence.epoch != epoch:
                 continue
@@ -298,16 +297,6 @@ class Scheduler:
         self.stats.sampled_tokens += total
         if self.stats.trace is not None:
             self.stats.trace.append((time.perf_counter(), len(scheduled.rows), total))
-
-    def _should_emit(self, rows: int) -> bool:
-        """Whether sequences emit their new tokens now, or with those of a later step."""
-        if self._events_per_s is None:
-            return True
-        now = time.perf_counter()
-        if now < self._next_event_time:
-            return False
-        self._next_event_time = now + max(rows / self._events_per_s, MIN_EVENT_INTERVAL_S)
-        return True
 
     def _end(self, sequence: SequenceState, finish: Finish) -> None:
         sequence.epoch += 1

@@ -22,7 +22,7 @@ class TextStream:
     Each part of a reply is searched for stop strings, except the output of a tool.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._parts, self._stops = tokenizer, ReplyStream(tokenizer), stops
         self._kind, self._held_back = "text", ""
         self._decoded, self._emitted = 0, 0  # characters of sampled tokens
@@ -31,15 +31,35 @@ class TextStream:
         self.stopped = False
 
     def push(self, *ids: int, logprobs: Logprobs | None = None, forced: bool = False) -> list[Piece]:
-        """With `logprobs`, `ids` is one token: `take_logprobs` returns its logprobs once its text is emitted."""
-        start, pieces = self._decoded, list[Piece]()
+        """Truncates at a stop string, and holds back what may be the beginning of one.
+
+        With `logprobs`, `ids` is one token: `take_logprobs` returns its logprobs once its text is emitted.
+        """
+        token_start, pieces = self._decoded, list[Piece]()
         for kind, text in self._parts.push(*ids):
             if forced:
                 pieces += [*self.flush(), (kind, text)]
-            else:
-                pieces += self._search("guess" if kind == "output" else kind, text)
+                continue
+            if self.stopped:
+                break
+            kind = "guess" if kind == "output" else kind
+            start, self._decoded = self._decoded, self._decoded + len(text)
+            if not self._stops or not text:  # a piece without text begins another part
+                pieces += [*self.flush(), (kind, text)]
+                continue
+            if kind != self._kind:
+                pieces += self._release(start)
+            self._kind, text = kind, self._held_back + text
+            matches = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+            self.stopped = bool(matches)
+            keep = 0 if matches else max(overlap(text, stop) for stop in self._stops)
+            end = min(matches) if matches else len(text) - keep
+            self._emitted += end
+            self._held_back = text[len(text) - keep :]
+            if matches or end:
+                pieces.append((kind, text[:end]))
         if logprobs is not None and self._parts.kind == "text" and not self._tokenizer.is_special(ids[0]):
-            self._pending.append((start, (ids[0], logprobs)))
+            self._pending.append((token_start, (ids[0], logprobs)))
         return pieces
 
     def flush(self) -> list[Piece]:
@@ -53,24 +73,6 @@ class TextStream:
             count = next((at for at, (start, _) in enumerate(self._pending) if start >= self._emitted), count)
         taken, self._pending = self._pending[:count], self._pending[count:]
         return [pair for _, pair in taken]
-
-    def _search(self, kind: str, text: str) -> list[Piece]:
-        """Truncates at a stop string, and holds back what may be the beginning of one."""
-        if self.stopped:
-            return []
-        start, self._decoded = self._decoded, self._decoded + len(text)
-        if not self._stops or not text:  # a piece without text begins another part
-            return [*self.flush(), (kind, text)]
-        pieces = self._release(start) if kind != self._kind else []
-        self._kind, text = kind, self._held_back + text
-        matches = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if matches:
-            self.stopped, self._held_back = True, ""
-            self._emitted += min(matches)
-            return [*pieces, (kind, text[: min(matches)])]
-        keep = max(overlap(text, stop) for stop in self._stops)
-        self._held_back, self._emitted = text[len(text) - keep :], self._decoded - keep
-        return [*pieces, (kind, text[: len(text) - keep])] if len(text) > keep else pieces
 
     def _release(self, emitted: int) -> list[Piece]:
         if not self.stopped:

@@ -5,8 +5,9 @@ token to read next, and its sampling parameters. A step takes slot indices, look
 state back. So the next step can be launched before the host has seen the result of the last one, and between two
 steps the host only replays a graph.
 
-A graph is captured for each batch size in 1, 2, 4, 8, … and each `SamplingFeatures`, on first use or by `capture`.
-A batch in between is padded with the scratch slot. On the CPU the same function runs eagerly.
+A graph is captured for each batch size in 1, 2, 4, 8, … and each `SamplingFeatures`, on first use (`Engine.warm_up`
+launches a step of each with the scratch slot). A batch in between is padded with the scratch slot. On the CPU the same
+function runs eagerly.
 
 A graph bakes in everything but the slots: the addresses of weights, rotary tables and caches, window sizes, and
 scalars of the model as kernel arguments. Whoever changes any of that calls `invalidate`, or `set_decode` to replace
@@ -32,21 +33,11 @@ from nanorun.infer.sampling import (
     gumbel_argmax,
     sample,
 )
+from nanorun.infer.sequence import SequenceState
 from nanorun.infer.speculate import Drafter
 
 GreedySample = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, slots, table: `kernels/elementwise.py`
 Outputs = tuple[Tensor, ...]  # counts and tokens (B, 1 + g); log-probabilities (B, g, 2); top (B, g, n), ids
-
-
-@dataclass(frozen=True)
-class DecodeRow:
-    """A slot that is ready to decode: its cache holds `length` tokens, and it reads `pending` next."""
-
-    slot: int
-    length: int
-    pending: int
-    int_params: list[int]
-    float_params: list[float]
 
 
 @dataclass(frozen=True)
@@ -130,19 +121,33 @@ class Stepper:
         self._capture = capture
         self._graphs: dict[tuple[int, SamplingFeatures], _GraphedStep] = {}
 
-    def write_rows(self, rows: Sequence[DecodeRow]) -> None:
-        """Writes the state of these rows to the device, for the next launch."""
+    def write_rows(self, sequences: Sequence[SequenceState]) -> None:
+        """Writes the state of these sequences, which have been prefilled, to the device for the next launch."""
+        slots, ints, floats = [], [], []
+        for sequence in sequences:
+            slot = sequence.assigned_slot
+            int_params, float_params = SamplingParams.pack(sequence.request.sampling, sequence.seed)
+            slots.append(slot.index)
+            ints.append([slot.cached_tokens, sequence.tokens[-1], self.max_position, *int_params])
+            floats.append(float_params)
         device = self._ints.device
-        slots = on_device([row.slot for row in rows], device)
-        ints = [[row.length, row.pending, self.max_position, *row.int_params] for row in rows]
-        self._ints[:, slots] = on_device(ints, device).t()
-        self._floats[:, slots] = on_device([row.float_params for row in rows], device).t()
+        at = on_device(slots, device)
+        self._ints[:, at] = on_device(ints, device).t()
+        self._floats[:, at] = on_device(floats, device).t()
 
     def launch(self, slots: Sequence[int], features: SamplingFeatures, longest: int) -> InFlightStep:
         """Starts one step for these slots, whose sequences have at most `longest` tokens after it."""
         if self._capture is not None:
-            padded = [*slots, *[self.cache.scratch] * (graph_batch_size(len(slots)) - len(slots))]
-            step = self._graphed_step(len(padded), features)
+            size = 1 << (len(slots) - 1).bit_length()
+            padded = [*slots, *[self.cache.scratch] * (size - len(slots))]
+            key = (size, features)
+            if key not in self._graphs:
+                idle = [self.cache.scratch] * size  # capturing must not advance a sequence
+                rows = on_device(idle, self._ints.device)
+                pool = next((step.graph.pool for step in self._graphs.values()), None)
+                graph = self._capture(lambda: self._step(rows, features, None), pool)
+                self._graphs[key] = _GraphedStep(graph, rows, idle)
+            step = self._graphs[key]
             if step.slots_on_host != padded:
                 step.slots.copy_(on_device(padded, step.slots.device))
                 step.slots_on_host = padded
@@ -166,13 +171,6 @@ class Stepper:
     def invalidate(self) -> None:
         """Drops all captured graphs. Their memory pool is freed with the last of them."""
         self._graphs.clear()
-
-    def capture(self, batches: Sequence[int], features: Sequence[SamplingFeatures]) -> None:
-        """Captures the graphs for these batch sizes ahead of their first use."""
-        if self._capture is not None:
-            for batch in batches:
-                for each in features:
-                    self._graphed_step(graph_batch_size(batch), each)
 
     def _step(self, slots: Tensor, features: SamplingFeatures, longest: int | None) -> Outputs:
         if self.greedy_sample is not None and features == SamplingFeatures():
@@ -210,16 +208,6 @@ class Stepper:
             outputs += [part.unflatten(0, (-1, width)) for part in sampled.top]
         return tuple(outputs)
 
-    def _graphed_step(self, batch: int, features: SamplingFeatures) -> _GraphedStep:
-        assert self._capture is not None
-        key = (batch, features)
-        if key not in self._graphs:
-            slots = torch.full((batch,), self.cache.scratch, device=self._ints.device)
-            pool = next((step.graph.pool for step in self._graphs.values()), None)
-            graph = self._capture(lambda: self._step(slots, features, None), pool)
-            self._graphs[key] = _GraphedStep(graph, slots, [self.cache.scratch] * batch)
-        return self._graphs[key]
-
 
 def capture_cuda_graph(step: Callable[[], Outputs], pool: Any) -> CapturedGraph:
     side = torch.cuda.Stream()
@@ -232,8 +220,3 @@ def capture_cuda_graph(step: Callable[[], Outputs], pool: Any) -> CapturedGraph:
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = step()
     return CapturedGraph(graph.replay, outputs, pool or graph.pool())
-
-
-def graph_batch_size(batch: int) -> int:
-    """The batch size of the graph that runs this batch: the next power of two."""
-    return 1 << (batch - 1).bit_length()

@@ -117,25 +117,6 @@ def fit_prompt(
     return [tokenizer.bos, *first, *rest, tokenizer.special["<|assistant_start|>"]], start
 
 
-class StreamDecoder:
-    """Incremental `tokenizer.decode`: `push` ids as they are generated, then `flush`.
-
-    A character may span several tokens, so text is held back until its last byte has arrived.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, *ids: int) -> str:
-        """The text that is complete so far; empty while a character is incomplete."""
-        return self._decoder.decode(self._tokenizer.decode_bytes(ids))
-
-    def flush(self) -> str:
-        """The rest: U+FFFD for an incomplete character. The decoder is then ready for another text."""
-        return self._decoder.decode(b"", final=True)
-
-
 def overlap(text: str, stop: str) -> int:
     """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
@@ -150,7 +131,8 @@ class ReplyStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._names = {token_id: name for name, token_id in tokenizer.special.items()}
-        self._decoder, self._begun = StreamDecoder(tokenizer), False
+        self._tokenizer, self._begun = tokenizer, False
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.kind = "text"  # type of the part that the next token belongs to
         self.ended = False  # another message has begun: further tokens are ignored
 
@@ -165,7 +147,8 @@ class ReplyStream:
         return [*pieces, *self._decode(ids[start:])]
 
     def _decode(self, ids: Sequence[int]) -> list[Piece]:
-        text = self._decoder.push(*ids) if ids and not self.ended else ""
+        """The characters that are complete so far."""
+        text = self._utf8.decode(self._tokenizer.decode_bytes(ids)) if ids and not self.ended else ""
         return [(self.kind, text)] if text else []
 
     def _mark(self, name: str, first: bool) -> list[Piece]:
@@ -187,7 +170,7 @@ class ReplyStream:
 
     def _switch_to(self, kind: str) -> list[Piece]:
         before, self.kind = self.kind, kind
-        rest = self._decoder.flush()
+        rest = self._utf8.decode(b"", final=True)
         return [(before, rest)] if rest else []
 
 

@@ -12,8 +12,8 @@ from nanorun.infer.frozen import Matrix, freeze, quantize
 from nanorun.infer.kernels import attention, linear
 from nanorun.infer.kernels.attention import Heads, KVSplit
 from nanorun.infer.kernels.linear import Tile
-from nanorun.infer.kernels.step import decode_step, tune
-from nanorun.infer.kernels.weights import DecodeWeights, Workspace
+from nanorun.infer.kernels.step import FastDecode, tune
+from nanorun.infer.kernels.weights import DecodeWeights
 from nanorun.model.gpt import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -202,7 +202,7 @@ def test_steps_of_every_size_agree_with_the_plain_step_in_float64(int8):
                     down=Tile(32, 64),
                     head=Tile(64, 32),
                 )
-            logits = decode_step(weights, copied(cache), slots, tokens, positions, tuning)
+            logits = FastDecode(weights, copied(cache), tuning)(slots, tokens, positions)
             assert relative_error(logits, truth) < 3e-2, (batch, way)
 
 
@@ -218,7 +218,6 @@ def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
     positions = torch.zeros(batch, device="cuda", dtype=torch.int32)
     first = torch.randint(500, 520, (batch,), device="cuda", dtype=torch.int32)
     overlapped = tune(config, batch, CUDA)
-    workspace = Workspace(weights, batch, overlapped.max_splits)
 
     def steps(run):
         positions.copy_(first)
@@ -229,24 +228,24 @@ def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
             positions.add_(1)
         return torch.stack(said)
 
-    apart = copied(started)
-    serial = replace(overlapped, pdl=False)
-    truth = steps(lambda: decode_step(weights, apart, slots, tokens, positions, serial))
+    serial = FastDecode(weights, copied(started), replace(overlapped, pdl=False))
+    truth = steps(lambda: serial(slots, tokens, positions))
     cache = copied(started)
-    decode_step(weights, cache, slots, tokens, positions, overlapped, workspace)
+    graphed = FastDecode(weights, cache, overlapped)
+    graphed(slots, tokens, positions)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_step(weights, cache, slots, tokens, positions, overlapped, workspace)
+        logits = graphed(slots, tokens, positions)
     for _ in range(2):
         for mine, theirs in zip((*cache.k, *cache.v), (*started.k, *started.v), strict=True):
             mine.copy_(theirs)
         cache.tokens.copy_(started.tokens)
 
         def replayed():
-            workspace.logits.fill_(float("nan"))
+            logits.fill_(float("nan"))
             graph.replay()
-            return workspace.logits
+            return logits
 
         said = steps(replayed)
         if overlapped.matmul == "cublas":  # free to add up in another order inside a graph

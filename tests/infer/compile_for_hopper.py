@@ -29,7 +29,7 @@ from nanorun.config import scale_model
 from nanorun.infer.cache import Cache
 from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.elementwise import greedy_sample
-from nanorun.infer.kernels.step import decode_step, tune
+from nanorun.infer.kernels.step import FastDecode, tune
 from nanorun.infer.kernels.weights import DecodeWeights
 
 META = torch.device("meta")
@@ -131,7 +131,7 @@ def main() -> None:
             cache = Cache(config, batch, META, torch.bfloat16)
             rows = torch.empty(batch, device=META, dtype=torch.int32)
             tuning = replace(tune(config, batch, META, args.int8), pdl=True)
-            logits = decode_step(weights, cache, rows, rows, rows, tuning)
+            logits = FastDecode(weights, cache, tuning)(rows, rows, rows)
             greedy_sample(logits, rows.long(), torch.zeros(5, batch, device=META, dtype=torch.long), pdl=True)
             for name, figures in seen.values():
                 print(

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanorun.config import scale_model
 from nanorun.infer import forward, plain
-from nanorun.infer.cache import Cache
+from nanorun.infer.cache import Cache, Slot
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.infer.frozen import freeze
 from nanorun.infer.sampling import SamplingFeatures
-from nanorun.infer.step import CapturedGraph, DecodeRow, Stepper
+from nanorun.infer.sequence import SequenceState
+from nanorun.infer.step import CapturedGraph, Stepper
 
 GREEDY = Sampling(temperature=0)
 
@@ -239,7 +240,9 @@ def test_padding_rows_do_not_affect_the_others():
     cache = Cache(model.config, 2, CPU, torch.float32)
     stepper = Stepper(forward.plain_decode(freeze(model), cache), cache, model.config.context)
     forward.prefill(freeze(model), cache, [1], [[3, 1]], [0])
-    stepper.write_rows([DecodeRow(1, 2, 4, [0, 0], [0.0, 1.0, 0.0, 1.0])])
+    sequence = SequenceState(Request([3, 1, 4], GREEDY), 0, 0, model.config.context, None, None)
+    sequence.slot = Slot(1, cached_tokens=2)
+    stepper.write_rows([sequence])
     batches = [[1], [1, cache.scratch], [cache.scratch, 1, cache.scratch]]
     found = [
         stepper.launch(batches[i % 3], SamplingFeatures(), 64).wait().tokens[i % 3 == 2] for i in range(20)

@@ -21,7 +21,7 @@ from nanorun.infer.frozen import Matrix, freeze, quantize
 from nanorun.infer.kernels import attention, elementwise, linear
 from nanorun.infer.kernels.attention import Heads, KVSplit
 from nanorun.infer.kernels.linear import Tile
-from nanorun.infer.kernels.step import decode_step, fast_decode, tune, unsupported
+from nanorun.infer.kernels.step import FastDecode, fast_decode, tune, unsupported
 from nanorun.infer.kernels.weights import DecodeWeights
 from nanorun.model.gpt import build
 from nanorun.model.kernels.language import HAS_TRITON, triton
@@ -353,10 +353,10 @@ def test_a_step_of_ragged_rows_is_the_model(shape, batch, matmul):
         tune(config, batch, DEVICE), matmul=matmul, qkv=small, out=small, up=small, down=small, head=small,
         splits={w: KVSplit(splits=2 if w > 10 else 1, keys=16, preload=matmul == "gemv") for w in windows},
     )  # fmt: skip
-    rows, weights = torch.arange(batch, device=DEVICE), DecodeWeights.of(frozen)
+    rows, step = torch.arange(batch, device=DEVICE), FastDecode(DecodeWeights.of(frozen), cache, tuning)
     for more in range(2):
         positions = torch.tensor(lengths, device=DEVICE, dtype=torch.int32) + more
-        logits = decode_step(weights, cache, slots, tokens[rows, positions.long()].int(), positions, tuning)
+        logits = step(slots, tokens[rows, positions.long()].int(), positions)
         expected = truth[rows, positions.long()]
         assert relative_error(logits, expected) < (1e-2 if DEVICE.type == "cuda" else 1e-5)
 
@@ -370,7 +370,7 @@ def test_a_step_with_int8_weights_is_the_plain_step_with_them():
     slots, tokens, positions = (torch.tensor([x], device=DEVICE) for x in (0, 5, 0))
     assert weights.qkv[0].weight.dtype == torch.int8
     truth = decode(frozen, caches[0], slots, tokens, positions)
-    assert relative_error(decode_step(weights, caches[1], slots, tokens, positions), truth) < 1e-5
+    assert relative_error(FastDecode(weights, caches[1])(slots, tokens, positions), truth) < 1e-5
 
 
 def test_the_fast_step_names_the_fields_that_it_does_not_support():
@@ -391,7 +391,7 @@ def test_the_kernels_can_be_imported_without_triton():
         "from nanorun.infer.kernels import language, step\n"
         "from nanorun.errors import UserError\n"
         "assert not language.HAS_TRITON\n"
-        "try:\n    step.decode_step(None, None, None, None, None)\n"
+        "try:\n    step.FastDecode(None, None)\n"
         "except UserError as error:\n    assert 'pip install triton' in str(error)\n"
         "else:\n    raise SystemExit(1)\n"
     )

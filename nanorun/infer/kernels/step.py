@@ -79,10 +79,6 @@ class Tuning:
     splits: dict[int, KVSplit]  # by window
     pdl: bool
 
-    @property
-    def max_splits(self) -> int:
-        return max(split.splits for split in self.splits.values())
-
 
 def tune(config: ModelConfig, batch: int, device: torch.device, int8: bool = False) -> Tuning:
     pdl = supports_pdl(device)
@@ -107,154 +103,109 @@ def tune(config: ModelConfig, batch: int, device: torch.device, int8: bool = Fal
     return Tuning("gemm" if int8 else "cublas", tile, tile, tile, deep, head, splits, pdl)
 
 
-def fast_decode(model: FrozenGPT, cache: Cache) -> Decode:
+class FastDecode:
     """`forward.decode` by the kernels.
 
     Rows of sequences must have distinct slots (so it cannot verify drafts); padding rows may share the scratch
     slot, whose contents do not matter.
     """
-    weights = DecodeWeights.of(model)
-    by_batch: dict[int, tuple[Tuning, Workspace]] = {}  # captured graphs refer to the workspaces
 
-    def decode(slots: Tensor, tokens: Tensor, positions: Tensor, longest: int | None = None) -> Tensor:
-        batch = tokens.size(0)
-        if batch not in by_batch:
-            tuning = tune(model.config, batch, tokens.device, model.int8)
-            by_batch[batch] = tuning, Workspace(weights, batch, tuning.max_splits)
-        return decode_step(weights, cache, slots, tokens, positions, *by_batch[batch])
+    def __init__(self, weights: DecodeWeights, cache: Cache, tuning: Tuning | None = None) -> None:
+        require_triton()
+        self.weights, self.cache, self.tuning = weights, cache, tuning  # None: as `tune` chooses
+        self._by_batch: dict[int, tuple[Tuning, Workspace]] = {}  # captured graphs refer to the workspaces
 
-    return decode
+    def __call__(
+        self, slots: Tensor, tokens: Tensor, positions: Tensor, longest: int | None = None
+    ) -> Tensor:
+        """fp32 logits (B, vocabulary) after each row's new token, which is written to its slot of the cache.
 
+        The logits are a buffer of the workspace. `longest` does not matter here: attention reads the tokens that
+        are in the cache, and no more.
+        """
+        weights, cache, batch = self.weights, self.cache, tokens.size(0)
+        config = weights.config
+        if batch not in self._by_batch:
+            tuning = self.tuning or tune(config, batch, tokens.device, weights.head.scale is not None)
+            self._by_batch[batch] = tuning, Workspace(weights, batch, tuning.splits)
+        tuning, work = self._by_batch[batch]
+        x, normed, pdl = work.stream, work.normed, tuning.pdl
+        cublas, tensor_cores = tuning.matmul == "cublas", tuning.matmul == "gemm"
 
-def decode_step(
-    weights: DecodeWeights,
-    cache: Cache,
-    slots: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    tuning: Tuning | None = None,
-    workspace: Workspace | None = None,
-) -> Tensor:
-    """fp32 logits (B, vocabulary) after each row's new token, which is written to its slot of the cache.
-
-    The logits are a buffer of the workspace. Two rows must not have the same slot.
-    """
-    require_triton()
-    batch = tokens.size(0)
-    tuning = tuning or tune(weights.config, batch, tokens.device, weights.head.scale is not None)
-    step = _Step(
-        weights,
-        cache,
-        slots,
-        tokens,
-        positions,
-        tuning,
-        workspace or Workspace(weights, batch, tuning.max_splits),
-    )
-    return step.run_cublas() if tuning.matmul == "cublas" else step.run_fused()
-
-
-@dataclass(frozen=True)
-class _Step:
-    weights: DecodeWeights
-    cache: Cache
-    slots: Tensor
-    tokens: Tensor
-    positions: Tensor
-    tuning: Tuning
-    workspace: Workspace
-
-    def run_fused(self) -> Tensor:
-        weights, tuning, work = self.weights, self.tuning, self.workspace
-        config, x = weights.config, work.stream
-        tensor_cores, pdl = tuning.matmul == "gemm", tuning.pdl
-        self._embed()
-        for i in range(config.depth):
-            norm_linear(
-                x, weights.qkv[i], work.qkv,
-                rows=weights.qkv_rows(i), tile=tuning.qkv, tensor_cores=tensor_cores, pdl=pdl,
-            )  # fmt: skip
-            partial, denominators = self._attend(i)
-            if denominators is not None and not tensor_cores:
-                combine_and_project(partial, denominators, weights.out[i], x, x, tile=tuning.out, pdl=pdl)
-            else:
-                attention = self._combine(partial, denominators)
-                linear_residual(
-                    attention, weights.out[i], x, x, tile=tuning.out, tensor_cores=tensor_cores, pdl=pdl
-                )
-            norm_linear(
-                x, weights.up[i], work.hidden,
-                tile=tuning.up, activation="relu2", tensor_cores=tensor_cores, pdl=pdl,
-            )  # fmt: skip
-            alpha, beta, extra, keep = self._epilogue(i)
-            linear_residual(
-                work.hidden, weights.down[i], x, x, tile=tuning.down,
-                alpha=alpha, beta=beta, extra=extra, keep=keep, tensor_cores=tensor_cores, pdl=pdl,
-            )  # fmt: skip
-        return norm_linear(
-            x, weights.head, work.logits,
-            rows=config.vocab_size, tile=tuning.head, activation="softcap" if config.softcap else "none",
-            cap=config.softcap, tensor_cores=tensor_cores, pdl=pdl,
-        )  # fmt: skip
-
-    def run_cublas(self) -> Tensor:
-        weights, work, pdl = self.weights, self.workspace, self.tuning.pdl
-        config, x = weights.config, work.stream
-        self._embed()
-        normed = residual_norm(x, None, x, work.normed, pdl=pdl)
-        for i in range(config.depth):
-            matrix = weights.qkv[i].weight
-            torch.mm(normed, matrix.T, out=work.qkv[:, : matrix.size(0)])
-            attention = self._combine(*self._attend(i))
-            torch.mm(attention, weights.out[i].weight.T, out=work.delta)
-            residual_norm(x, work.delta, x, normed, pdl=pdl)
-            torch.mm(normed, weights.up[i].weight.T, out=work.hidden)
-            torch.mm(relu2_(work.hidden, pdl=pdl), weights.down[i].weight.T, out=work.delta)
-            alpha, beta, extra, keep = self._epilogue(i)
-            residual_norm(x, work.delta, x, normed, alpha=alpha, beta=beta, extra=extra, keep=keep, pdl=pdl)
-        torch.mm(normed, weights.head.weight.T, out=work.raw_logits)
-        return softcap(work.raw_logits, work.logits, config.softcap, pdl=pdl)
-
-    def _embed(self) -> None:
-        weights, work = self.weights, self.workspace
-        stream_scale = weights.lambdas[0] + weights.mus[0]  # the first layer mixes x0 with itself
+        first_scale = weights.lambdas[0] + weights.mus[0]  # the first layer mixes x0 with itself
         embed(
-            weights.embed, weights.smear, self.tokens, self.cache.tokens, self.slots, self.positions,
-            work.x0, work.stream, stream_scale, pdl=self.tuning.pdl,
+            weights.embed, weights.smear, tokens, cache.tokens, slots, positions,
+            work.x0, x, first_scale, pdl=pdl,
+        )  # fmt: skip
+        if cublas:
+            residual_norm(x, None, x, normed, pdl=pdl)
+        for i in range(config.depth):
+            if cublas:
+                torch.mm(normed, weights.qkv[i].weight.T, out=work.qkv[:, : weights.qkv[i].weight.size(0)])
+            else:
+                norm_linear(
+                    x, weights.qkv[i], work.qkv,
+                    rows=weights.qkv_rows(i), tile=tuning.qkv, tensor_cores=tensor_cores, pdl=pdl,
+                )  # fmt: skip
+
+            window = config.window(i)
+            attention, denominators = work.attention_outputs[window]
+            rope_cache_attention(
+                work.qkv, cache.k[i], cache.v[i], slots, positions, weights.cos, weights.sin, weights.heads,
+                window, attention, denominators, tokens, weights.value_embeds.get(i),
+                split=tuning.splits[window], pdl=pdl,
+            )  # fmt: skip
+            if denominators is not None and tuning.matmul == "gemv":
+                combine_and_project(attention, denominators, weights.out[i], x, x, tile=tuning.out, pdl=pdl)
+            else:
+                if denominators is not None:
+                    attention = combine_splits(attention, denominators, work.attention, pdl=pdl)
+                if cublas:
+                    torch.mm(attention, weights.out[i].weight.T, out=work.delta)
+                    residual_norm(x, work.delta, x, normed, pdl=pdl)
+                else:
+                    linear_residual(
+                        attention, weights.out[i], x, x, tile=tuning.out, tensor_cores=tensor_cores, pdl=pdl
+                    )
+
+            # After the MLP the stream becomes alpha·x + beta·extra: the input of the next layer, or the backout.
+            # `keep` receives x itself.
+            is_last, is_middle = i == config.depth - 1, i == config.depth // 2
+            extra, keep = None, None
+            if not is_last:
+                alpha, beta = weights.lambdas[i + 1], weights.mus[i + 1]
+                extra = work.x0 if beta else None
+                keep = work.middle if is_middle and weights.backout else None
+            elif is_middle:  # of one or two layers the last is also the middle
+                alpha, beta = 1.0 - weights.backout, 0.0
+            else:
+                alpha, beta = 1.0, -weights.backout
+                extra = work.middle if weights.backout else None
+            if cublas:
+                torch.mm(normed, weights.up[i].weight.T, out=work.hidden)
+                torch.mm(relu2_(work.hidden, pdl=pdl), weights.down[i].weight.T, out=work.delta)
+                residual_norm(
+                    x, work.delta, x, normed, alpha=alpha, beta=beta, extra=extra, keep=keep, pdl=pdl
+                )
+            else:
+                norm_linear(
+                    x, weights.up[i], work.hidden,
+                    tile=tuning.up, activation="relu2", tensor_cores=tensor_cores, pdl=pdl,
+                )  # fmt: skip
+                linear_residual(
+                    work.hidden, weights.down[i], x, x, tile=tuning.down,
+                    alpha=alpha, beta=beta, extra=extra, keep=keep, tensor_cores=tensor_cores, pdl=pdl,
+                )  # fmt: skip
+
+        if cublas:
+            torch.mm(normed, weights.head.weight.T, out=work.raw_logits)
+            return softcap(work.raw_logits, work.logits, config.softcap, pdl=pdl)
+        return norm_linear(
+            x, weights.head, work.logits, rows=config.vocab_size, tile=tuning.head,
+            activation="softcap" if config.softcap else "none", cap=config.softcap,
+            tensor_cores=tensor_cores, pdl=pdl,
         )  # fmt: skip
 
-    def _attend(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """The attention output (B, H·D), or partial sums (B, H, splits, D) and denominators (B, H, splits)."""
-        weights, work = self.weights, self.workspace
-        config = weights.config
-        window = config.window(layer)
-        split = self.tuning.splits[window]
-        out, denominators = work.attention, None
-        if split.splits > 1:
-            shape = (self.tokens.size(0), config.heads, split.splits)
-            denominators = work.denominators[: shape[0] * shape[1] * shape[2]].view(shape)
-            out = work.partial[: denominators.numel() * config.head_dim].view(*shape, config.head_dim)
-        rope_cache_attention(
-            work.qkv, self.cache.k[layer], self.cache.v[layer], self.slots, self.positions,
-            weights.cos, weights.sin, weights.heads, window, out, denominators, self.tokens,
-            weights.value_embeds.get(layer), split=split, pdl=self.tuning.pdl,
-        )  # fmt: skip
-        return out, denominators
 
-    def _combine(self, partial: Tensor, denominators: Tensor | None) -> Tensor:
-        if denominators is None:
-            return partial
-        return combine_splits(partial, denominators, self.workspace.attention, pdl=self.tuning.pdl)
-
-    def _epilogue(self, layer: int) -> tuple[float, float, Tensor | None, Tensor | None]:
-        """The residual stream after a layer is alpha·x + beta·extra; `keep` receives x itself."""
-        weights, work = self.weights, self.workspace
-        config = weights.config
-        is_middle = layer == config.depth // 2
-        keep = work.middle if is_middle and weights.backout else None
-        if layer < config.depth - 1:
-            mu = weights.mus[layer + 1]
-            return weights.lambdas[layer + 1], mu, work.x0 if mu else None, keep
-        if is_middle:  # of one or two layers the last is also the middle
-            return 1.0 - weights.backout, 0.0, None, None
-        return 1.0, -weights.backout, work.middle if weights.backout else None, None
+def fast_decode(model: FrozenGPT, cache: Cache) -> Decode:
+    return FastDecode(DecodeWeights.of(model), cache)

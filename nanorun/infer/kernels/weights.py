@@ -4,6 +4,8 @@ Matrices and tables are those of the frozen model. Scalars become Python numbers
 weights.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from nanorun.config import ModelConfig
 from nanorun.infer.frozen import FrozenAttention, FrozenGPT, FrozenLinear, Matrix
-from nanorun.infer.kernels.attention import Heads
+from nanorun.infer.kernels.attention import Heads, KVSplit
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _matrix(module: nn.Module) -> Matrix:
 class Workspace:
     """Buffers for a step of B rows, allocated once. The residual stream is fp32, inputs of a matrix are `dtype`."""
 
-    def __init__(self, weights: DecodeWeights, batch: int, max_splits: int) -> None:
+    def __init__(self, weights: DecodeWeights, batch: int, splits: Mapping[int, KVSplit]) -> None:
         config, dtype = weights.config, weights.dtype
         device = weights.embed.device
         accumulate = torch.float32 if dtype != torch.float64 else dtype
@@ -90,9 +92,21 @@ class Workspace:
         self.middle = empty(batch, config.dim, dtype=accumulate)
         self.normed = empty(batch, config.dim)
         self.qkv = empty(batch, max(matrix.weight.size(0) for matrix in weights.qkv))
-        self.partial = empty(batch * config.heads * max_splits * config.head_dim)
-        self.denominators = empty(batch * config.heads * max_splits, dtype=accumulate)
         self.attention = empty(batch, config.dim)
+        most = max(split.splits for split in splits.values())
+        denominators = empty(batch, config.heads, most, dtype=accumulate).flatten()
+        partial = empty(batch, config.heads, most, config.head_dim).flatten()
+        # By window: the attention output (B, H·D), or partial sums (B, H, splits, D) with their denominators.
+        self.attention_outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for window, split in splits.items():
+            self.attention_outputs[window] = self.attention, None
+            if split.splits > 1:
+                shape = (batch, config.heads, split.splits)
+                sums = denominators[: math.prod(shape)].view(shape)
+                self.attention_outputs[window] = (
+                    partial[: sums.numel() * config.head_dim].view(*shape, config.head_dim),
+                    sums,
+                )
         self.delta = empty(batch, config.dim)  # what attention or MLP adds to the residual stream
         self.hidden = empty(batch, config.mlp_ratio * config.dim)
         self.raw_logits = empty(batch, weights.head.weight.size(0))
