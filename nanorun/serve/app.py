@@ -12,6 +12,7 @@ prompts.py (its tokens) and response.py (the response). Nothing blocks the event
 in a thread, and each engine has its own process (worker.py).
 """
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,7 @@ class Service:
         self.created = int(time.time())
         self.fingerprint = f"nanorun-{__version__}-step-{model.step}"
 
-    async def chat(self, body: ChatRequest) -> Response:
+    async def chat_completions(self, body: Annotated[ChatRequest, Body()]) -> Response:
         self._check(body)
         model, count = self.model, len(body.messages)
         if not model.is_chat_model:
@@ -110,7 +111,7 @@ class Service:
             tool=model.tool,
         )
 
-    async def complete(self, body: CompletionRequest) -> Response:
+    async def completions(self, body: Annotated[CompletionRequest, Body()]) -> Response:
         self._check(body)
         prompts = body.prompts
         return await self._complete(
@@ -211,13 +212,9 @@ class Service:
 def build_app(service: Service, web: Path = WEB) -> FastAPI:
     app = FastAPI(title="nanorun", version=__version__, docs_url=None, redoc_url=None)
 
-    @app.post("/v1/chat/completions", responses={200: _COMPLETION, **_ERRORS}, response_model=None)
-    async def chat_completions(body: Annotated[ChatRequest, Body()]) -> Response:
-        return await service.chat(body)
-
-    @app.post("/v1/completions", responses={200: _COMPLETION, **_ERRORS}, response_model=None)
-    async def completions(body: Annotated[CompletionRequest, Body()]) -> Response:
-        return await service.complete(body)
+    post = functools.partial(app.post, responses={200: _COMPLETION, **_ERRORS}, response_model=None)
+    post("/v1/chat/completions")(service.chat_completions)
+    post("/v1/completions")(service.completions)
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:

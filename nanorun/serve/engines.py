@@ -75,7 +75,6 @@ class RemoteEngine:
         self._listeners: dict[int, Listener] = {}  # of running requests, by key
         self._samples_left: dict[int, int] = {}
         self._keys = itertools.count(1)
-        self._unsent: list[tuple[int, Any]] = []
 
     def wait_until_ready(self) -> dict[str, Any]:
         """Returns the description of the model."""
@@ -102,13 +101,13 @@ class RemoteEngine:
             raise engine_failed()
         key = next(self._keys)
         self._listeners[key], self._samples_left[key] = listener, request.samples
-        self._send(key, worker.encode_request(request))
+        self._writer.write(worker.pack((key, worker.encode_request(request))))
         return key
 
     def cancel(self, key: int) -> None:
         """Ends a request soon and frees its slots. Does nothing if the request is done."""
         if key in self._listeners:
-            self._send(key, None)
+            self._writer.write(worker.pack((key, None)))
 
     def close(self) -> None:
         """Ends the process, even while it generates."""
@@ -119,16 +118,6 @@ class RemoteEngine:
             self.process.kill()
         self._wait_for_exit()
 
-    def _send(self, key: int, request: dict[str, Any] | None) -> None:
-        if not self._unsent:  # one message for all that this iteration of the event loop submits
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append((key, request))
-
-    def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        if not self.broken:
-            self._writer.write(worker.pack(unsent))
-
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
@@ -136,8 +125,17 @@ class RemoteEngine:
                 busy, queued, events = marshal.loads(await reader.readexactly(length))
                 self.occupancy = busy, queued
                 for key, encoded in events:
-                    if key in self._listeners:
-                        self._receive(key, encoded)
+                    if (listener := self._listeners.get(key)) is None:
+                        continue
+                    event: Event | BaseException
+                    if isinstance(encoded, str):
+                        event, self._samples_left[key] = RuntimeError(f"The engine failed: {encoded}"), 0
+                    else:
+                        event = worker.decode_event(encoded)
+                        self._samples_left[key] -= event.reply is not None
+                    if not self._samples_left[key]:
+                        del self._listeners[key], self._samples_left[key]
+                    listener(event)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception:
@@ -148,18 +146,6 @@ class RemoteEngine:
             listener(engine_failed())
         message = await asyncio.to_thread(self._exit_message)
         log.error("%s It accepts no more requests: restart the server.", message)
-
-    def _receive(self, key: int, encoded: tuple[Any, ...] | str) -> None:
-        listener = self._listeners[key]
-        event: Event | BaseException
-        if isinstance(encoded, str):
-            event, self._samples_left[key] = RuntimeError(f"The engine failed: {encoded}"), 0
-        else:
-            event = worker.decode_event(encoded)
-            self._samples_left[key] -= event.reply is not None
-        if not self._samples_left[key]:
-            del self._listeners[key], self._samples_left[key]
-        listener(event)
 
     def _exit_message(self) -> str:
         """The process has closed its socket: it is dead, or about to exit."""

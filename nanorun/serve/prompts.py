@@ -76,6 +76,7 @@ class PromptEncoder:
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Joins neighbouring messages of one role and moves system messages to the front."""
     system: list[str] = []
     turns: list[dict[str, Any]] = []
     for at, message in enumerate(messages):

@@ -3,7 +3,7 @@
 A message is its length and a value serialized by `marshal`: tuples, lists, strings and numbers, several times
 cheaper than pickled objects. It is not a public format: both ends are the same program, on a private socket.
 
-    to the engine    [(key, request), (key, None), ...]                  None cancels
+    to the engine    (key, request), or (key, None), which cancels
     from it          (busy slots, queued samples, [(key, event), ...])   an event that is a string is an error
 
 Beside the engine's thread there are two: the main thread reads requests, the other sends everything that was
@@ -127,29 +127,31 @@ class Worker:
     def serve(self) -> None:
         """Reads requests until the server closes the connection."""
         threading.Thread(target=self._send, name="nanorun-send", daemon=True).start()
-        while (requests := receive(self._messages)) is not None:
-            for key, request in requests:
+        while (message := receive(self._messages)) is not None:
+            key, request = message
+
+            def listen(event: Event | BaseException, key: int = key) -> None:
+                self._events.put((key, event))
+
+            try:
                 if request is not None:
-                    self._submit(key, decode_request(request, self._tool))
+                    self._running[key] = self._engine.submit(decode_request(request, self._tool), listen)
                 elif (handle := self._running.get(key)) is not None:
                     handle.cancel()
+            except UserError as error:
+                listen(error)
             self._events.put(None)
-
-    def _submit(self, key: int, request: Request) -> None:
-        def listen(event: Event | BaseException) -> None:
-            self._events.put((key, event))
-
-        try:
-            self._running[key] = self._engine.submit(request, listen)
-        except UserError as error:
-            listen(error)
 
     def _send(self) -> None:
         sent = (0, 0)
         try:
             while True:
-                events = self._gather(POLL_S if self._running or any(sent) else None)
-                encoded = [(key, self._encode(event)) for key, event in events]
+                gathered = []
+                with contextlib.suppress(queue.Empty):
+                    gathered.append(self._events.get(timeout=POLL_S if self._running or any(sent) else None))
+                    while True:
+                        gathered.append(self._events.get_nowait())
+                encoded = [(item[0], self._encode(item[1])) for item in gathered if item is not None]
                 for key in [key for key, handle in list(self._running.items()) if handle.is_done]:
                     del self._running[key]
                 occupancy = self._engine.occupancy
@@ -162,14 +164,6 @@ class Worker:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
-
-    def _gather(self, timeout: float | None) -> list[tuple[int, Event | BaseException]]:
-        gathered = []
-        with contextlib.suppress(queue.Empty):
-            gathered.append(self._events.get(timeout=timeout))
-            while True:
-                gathered.append(self._events.get_nowait())
-        return [event for event in gathered if event is not None]
 
     def _encode(self, event: Event | BaseException) -> tuple[Any, ...] | str:
         if not isinstance(event, BaseException):
