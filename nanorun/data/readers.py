@@ -9,6 +9,7 @@ column raises a UserError that names the place.
     txt      one document per file; long files are split at blank lines, or at each `separator`
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -81,59 +82,38 @@ def read_documents(
     path: Path, *, column: str = "text", separator: str | None = None, advance: Advance = lambda n: None
 ) -> Iterator[str]:
     """Yields the documents of one file. `advance` is called with the number of bytes read since the last call."""
-    kind, compression = file_kind(path)
-    if kind == "parquet":
-        yield from _read_parquet(path, column, advance)
-        return
     with _explained(path), open(path, "rb") as raw:
-        stream = _decompress(raw, compression)  # kept until the end: freed, it would close `raw`
-        lines = _lines(stream, path)
-        if kind == "jsonl":
-            documents = _read_jsonl(lines, path, column)
+        stream = _decompress(raw, path)  # kept until the end: freed, it would close `raw`
+        if file_kind(path)[0] == "txt":
+            lines = (_text(line, number, path) for number, line in _lines(stream, path))
+            texts = _cut(lines) if separator is None else _split(lines, separator)
+            documents = (text for text in texts if text.strip())
         else:
-            documents = _read_txt(lines, path, separator)
+            documents = _read_column(_records(stream, path, column), path, column)
         reported = 0
         for document in documents:
             here = raw.tell()
             advance(here - reported)
             reported = here
             yield document
-        advance(raw.tell() - reported)
+        advance(path.stat().st_size - reported)
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The records of a jsonl or parquet file, each with its location for error messages."""
-    kind, compression = file_kind(path)
-    if kind == "parquet":
-        yield from _parquet_records(path)
-        return
-    if kind != "jsonl":
-        raise UserError(f"{path} must be .jsonl (plain, .gz, .xz or .zst) or .parquet: convert it.")
     with _explained(path), open(path, "rb") as raw:
-        yield from _json_records(_lines(_decompress(raw, compression), path), path)
+        yield from _records(_decompress(raw, path), path)
 
 
-def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with _open_parquet(path) as file:
-        row = 0
-        for batch in file.iter_batches(batch_size=256):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"row {row} of {path}", record
-
-
-@contextmanager
-def _open_parquet(path: Path) -> Iterator[Any]:
-    """Turns pyarrow's errors while the file is open into a UserError."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        # absolute: a relative name with a colon would be parsed as a URI
-        with pyarrow.parquet.ParquetFile(path.absolute()) as file:
-            yield file
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(_damaged(path, error)) from error
+def _records(stream: Any, path: Path, column: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whole records or, where parquet has the column, that column alone."""
+    kind = file_kind(path)[0]
+    if kind == "parquet":
+        yield from _parquet_records(stream, path, column)
+    elif kind == "jsonl":
+        yield from _json_records(stream, path)
+    else:
+        raise UserError(f"{path} must be .jsonl (plain, .gz, .xz or .zst) or .parquet: convert it.")
 
 
 @contextmanager
@@ -141,13 +121,13 @@ def _explained(path: Path) -> Iterator[None]:
     """Turns errors while a file is read into a UserError."""
     try:
         yield
-    except (EOFError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(_damaged(path, error)) from error
     except OSError as error:
         # gzip and pyarrow report damage as an OSError without errno
         if error.errno is None:
             raise UserError(_damaged(path, error)) from error
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+    except (EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise UserError(_damaged(path, error)) from error
 
 
 def _damaged(path: Path, error: Exception) -> str:
@@ -155,7 +135,19 @@ def _damaged(path: Path, error: Exception) -> str:
     return f"{path} is damaged or truncated ({reason}): copy or download it again."
 
 
-def _decompress(raw: IO[bytes], compression: str) -> Any:
+def _lines(stream: Any, path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := stream.readline(LINE_LIMIT + 1):
+        number += 1
+        if len(line) > LINE_LIMIT:
+            raise UserError(f"Line {number} of {path} is longer than {LINE_LIMIT >> 20} MiB: split it.")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        yield number, line
+
+
+def _decompress(raw: IO[bytes], path: Path) -> Any:
+    compression = file_kind(path)[1]
     if compression == ".gz":
         return gzip.GzipFile(fileobj=raw)
     if compression == ".xz":
@@ -166,17 +158,6 @@ def _decompress(raw: IO[bytes], compression: str) -> Any:
         compressed = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
         return io.BufferedReader(compressed, 1 << 20)
     return raw
-
-
-def _lines(stream: Any, path: Path) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while line := stream.readline(LINE_LIMIT + 1):
-        number += 1
-        if len(line) > LINE_LIMIT:
-            raise UserError(f"Line {number} of {path} is longer than {LINE_LIMIT >> 20} MiB: split it.")
-        if number == 1 and line.startswith(b"\xef\xbb\xbf"):  # byte order mark
-            line = line[3:]
-        yield number, line
 
 
 def _text(line: bytes, number: int, path: Path) -> str:
@@ -191,8 +172,8 @@ def _text(line: bytes, number: int, path: Path) -> str:
         ) from error
 
 
-def _json_records(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in lines:
+def _json_records(stream: Any, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in _lines(stream, path):
         if not line.strip():
             continue
         try:
@@ -205,14 +186,35 @@ def _json_records(lines: Iterator[tuple[int, bytes]], path: Path) -> Iterator[tu
         yield f"line {number} of {path}", record
 
 
-def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> Iterator[str]:
-    for where, record in _json_records(lines, path):
+def _parquet_records(stream: Any, path: Path, column: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow.parquet
+
+    row = 0
+    with pyarrow.parquet.ParquetFile(stream) as file:
+        columns = [column] if column in file.schema_arrow.names else None
+        for batch in file.iter_batches(batch_size=256, columns=columns):
+            try:
+                records = batch.to_pylist()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"A text in rows {row + 1} to {row + len(batch)} of {path} is not UTF-8: fix or remove it."
+                ) from error
+            for record in records:
+                row += 1
+                yield f"row {row} of {path}", record
+
+
+def _read_column(records: Iterator[tuple[str, dict[str, Any]]], path: Path, column: str) -> Iterator[str]:
+    for where, record in records:
         if column not in record and "messages" in record:
             raise UserError(
                 f"{path} holds conversations ('messages'), but data add takes plain text: choose another file."
             )
         if column not in record:
-            raise UserError(_no_column(where, column, list(record)))
+            have = ", ".join(f"'{name}'" for name in list(record)[:20]) or "none"
+            raise UserError(
+                f"There is no column '{column}' in {where} (it has {have}): name the text column with --column."
+            )
         value = record[column]
         if value is None or value == "":
             continue
@@ -229,89 +231,39 @@ def _read_jsonl(lines: Iterator[tuple[int, bytes]], path: Path, column: str) -> 
         yield value
 
 
-def _no_column(where: str, column: str, columns: list[str]) -> str:
-    have = ", ".join(f"'{name}'" for name in columns[:20]) or "none"
-    return f"There is no column '{column}' in {where} (it has {have}): name the text column with --column."
-
-
-def _read_parquet(path: Path, column: str, advance: Advance) -> Iterator[str]:
-    from pyarrow import types
-
-    with _open_parquet(path) as file:
-        schema = file.schema_arrow
-        if column not in schema.names:
-            raise UserError(_no_column(str(path), column, schema.names))
-        kind = schema.field(column).type
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        if not (types.is_string(kind) or types.is_large_string(kind)):
-            raise UserError(f"Column '{column}' of {path} holds {kind}, not text: choose another --column.")
-        row = 0
-        groups = max(file.num_row_groups, 1)
-        size = path.stat().st_size
-        for group in range(file.num_row_groups):
-            try:
-                for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[column]):
-                    for value in batch.column(0):
-                        text = value.as_py()
-                        row += 1
-                        if text:
-                            yield text
-            except UnicodeDecodeError as error:
-                raise UserError(f"Row {row + 1} of {path} is not UTF-8: fix or remove it.") from error
-            advance(size * (group + 1) // groups - size * group // groups)
-
-
-def _read_txt(lines: Iterator[tuple[int, bytes]], path: Path, separator: str | None) -> Iterator[str]:
-    if separator is not None:
-        yield from _split_at(lines, path, separator)
-        return
-    parts: list[str] = []
-    held = 0
-    for number, line in lines:
-        text = _text(line, number, path)
-        if len(text) > 2 * TXT_CUT:  # a file without line breaks
-            yield from _whole(parts)
-            parts, held = [], 0
-            for piece in _cut_line(text):
-                yield from _whole([piece])
+def _cut(lines: Iterator[str]) -> Iterator[str]:
+    """Documents of about TXT_CUT bytes, cut at a blank line where there is one."""
+    held: list[str] = []
+    size = 0
+    for line in lines:
+        if len(line) > 2 * TXT_CUT:  # a file without line breaks: cut after a space where there is one
+            yield "".join(held)
+            held, size = [], 0
+            while len(line) > TXT_CUT:
+                at = line.rfind(" ", TXT_CUT // 2, TXT_CUT) + 1 or TXT_CUT
+                yield line[:at]
+                line = line[at:]
+            yield line
             continue
-        parts.append(text)
-        held += len(line)
-        if held >= TXT_CUT and (not line.strip() or held >= 2 * TXT_CUT):
-            yield from _whole(parts)
-            parts, held = [], 0
-    yield from _whole(parts)
+        held.append(line)
+        size += len(line.encode())
+        if size >= TXT_CUT and (not line.strip() or size >= 2 * TXT_CUT):
+            yield "".join(held)
+            held, size = [], 0
+    yield "".join(held)
 
 
-def _cut_line(text: str) -> Iterator[str]:
-    """Splits into at most TXT_CUT characters, after a space where there is one."""
-    while len(text) > TXT_CUT:
-        at = text.rfind(" ", TXT_CUT // 2, TXT_CUT) + 1 or TXT_CUT
-        yield text[:at]
-        text = text[at:]
-    yield text
-
-
-def _split_at(lines: Iterator[tuple[int, bytes]], path: Path, separator: str) -> Iterator[str]:
+def _split(lines: Iterator[str], separator: str) -> Iterator[str]:
     if not separator:
         raise UserError("--split needs at least one character.")
     # a line break in the separator also matches one of Windows (CR LF)
     pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
     longest = len(separator) + separator.count("\n")
     held = ""
-    for number, line in lines:
+    for line in lines:
         start = max(len(held) - longest + 1, 0)  # a separator can span lines
-        held += _text(line, number, path)
-        found = pattern.search(held, start)
-        while found:
-            yield from _whole([held[: found.start()]])
-            held = held[found.end() :]
-            found = pattern.search(held)
-    yield from _whole([held])
-
-
-def _whole(parts: list[str]) -> Iterator[str]:
-    text = "".join(parts)
-    if text.strip():
-        yield text
+        held += line
+        if pattern.search(held, start):
+            *documents, held = pattern.split(held)
+            yield from documents
+    yield held

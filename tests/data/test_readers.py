@@ -159,7 +159,7 @@ def test_a_parquet_without_the_text_column_lists_those_it_has(tmp_path):
 
 def test_a_column_that_is_not_text_is_refused(tmp_path):
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    assert "holds int64, not text" in fault(tmp_path / "a.parquet")
+    assert "is int, not text" in fault(tmp_path / "a.parquet")
     path = compress(tmp_path / "a.jsonl", b'{"text": 5}\n')
     assert "is int, not text" in fault(path)
 
