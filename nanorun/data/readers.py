@@ -87,7 +87,7 @@ def read_documents(
         if file_kind(path)[0] == "txt":
             lines = (_text(line, number, path) for number, line in _lines(stream, path))
             texts = _cut(lines) if separator is None else _split(lines, separator)
-            documents = (text for text in texts if text.strip())
+            documents: Iterator[str] = (text for text in texts if text.strip())
         else:
             documents = _read_column(_records(stream, path, column), path, column)
         reported = 0

@@ -87,7 +87,7 @@ def select_tasks(bundle: Bundle, options: CoreOptions) -> list[tuple[Bundle, Cor
         if not names and options.tasks:
             return extra
     selected = find_tasks(bundle, tasks, names) if names else tasks
-    missing = next((task for task in selected if task.file not in bundle.names), None)
+    missing = next((task for task in selected if task.file not in bundle.files), None)
     if missing is not None:
         raise UserError(
             f"{bundle.where} has no {missing.file}, which '{missing.label}' needs: download the bundle again, or "

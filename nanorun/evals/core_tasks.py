@@ -82,7 +82,7 @@ def find_tasks(bundle: Bundle, tasks: list[CoreTask], names: Sequence[str]) -> l
         matches = [task for task in tasks if task.label == name]
         matches = matches or [task for task in tasks if task.label.startswith(f"{name}_")]
         if not matches and name == "mmlu":
-            file = next((file for file in _MMLU_FILES if file in bundle.names), None)
+            file = next((file for file in _MMLU_FILES if file in bundle.files), None)
             if file is None:
                 raise UserError(
                     f"{bundle.where} has no MMLU: --mmlu FILE names its questions (mmlu_test.jsonl)."
@@ -99,8 +99,7 @@ def open_mmlu(path: Path) -> tuple[Bundle, CoreTask]:
     """MMLU with the questions of a file outside the bundle."""
     if not path.is_file():
         raise UserError(f"There is no file {path}: --mmlu names MMLU's questions, such as mmlu_test.jsonl.")
-    bundle = Bundle(path.parent, frozenset([path.name]), lambda name: (path.parent / name).read_bytes())
-    return bundle, _mmlu_task(path.name)
+    return Bundle(path.parent, {path.name: path.read_bytes()}), _mmlu_task(path.name)
 
 
 def _mmlu_task(file: str) -> CoreTask:

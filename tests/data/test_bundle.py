@@ -53,7 +53,7 @@ def archive_of(folder: Path, kind: str) -> Path:
 def test_every_form_holds_the_same_files(folder, kind):
     path = {"folder": folder, "parent": folder.parent}.get(kind) or archive_of(folder, kind)
     bundle = open_bundle(path)
-    assert {name: bundle.read(name) for name in bundle.names} == FILES
+    assert bundle.files == FILES
     with pytest.raises(UserError, match="has no 'eval_data/none"):
         bundle.read("eval_data/none.jsonl")
 
@@ -84,9 +84,6 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(folder, monkeypatch, kin
     if kind == ".zip":
         path.write_bytes(zipped({"eval_bundle/eval_data/zeros.jsonl": b"0" * 200_000}))
     assert path.stat().st_size < 5_000
-    monkeypatch.setattr(bundles, "_MAX_MEMBER_BYTES", 100_000)
-    with pytest.raises(UserError, match="not a CORE bundle"):
-        open_bundle(path).read("eval_data/zeros.jsonl")
     monkeypatch.setattr(bundles, "_MAX_BYTES", 150_000)
     with pytest.raises(UserError, match="it is not a CORE bundle"):
         open_bundle(path)
@@ -115,7 +112,7 @@ def test_a_zip_whose_bytes_changed_is_found_out_when_it_is_read(folder):
         info = archive.getinfo("eval_bundle/eval_data/a/b.jsonl")
     content[info.header_offset + 30 + len(info.filename) + 4] ^= 0xFF
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"is damaged at 'eval_data/a/b\.jsonl'"):
+    with pytest.raises(UserError, match=r"is damaged .*eval_data/a/b\.jsonl"):
         open_bundle(path).read("eval_data/a/b.jsonl")
 
 
