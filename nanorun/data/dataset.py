@@ -80,23 +80,19 @@ class Dataset:
         path = (folder or self.folder) / MANIFEST
         home.replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
 
-    def check_files(self) -> None:
-        """Checks that every shard exists with the right size (the quick check before each use)."""
+    def check_files(self, *, checksums: bool = False) -> None:
+        """Checks that every shard exists with the right size and, if asked (`data ls --verify`), the right bytes."""
         for shard in self.shards:
             path = self.folder / shard.file
             if not path.is_file():
-                raise UserError(f"{path} is missing: add or get the dataset '{self.name}' again.")
-            if path.stat().st_size != shard.file_bytes:
-                raise UserError(
-                    f"{path} has {path.stat().st_size:,} bytes, expected {shard.file_bytes:,}: "
-                    f"add or get the dataset '{self.name}' again."
-                )
-
-    def verify(self) -> Iterator[tuple[Shard, bool]]:
-        """Reads every shard and compares its checksum (`data ls --verify`)."""
-        for shard in self.shards:
-            path = self.folder / shard.file
-            yield shard, path.is_file() and file_sha256(path) == shard.sha256
+                fault = "is missing"
+            elif path.stat().st_size != shard.file_bytes:
+                fault = f"has {path.stat().st_size:,} bytes, expected {shard.file_bytes:,}"
+            elif checksums and file_sha256(path) != shard.sha256:
+                fault = "is damaged (its checksum differs)"
+            else:
+                continue
+            raise UserError(f"{path} {fault}: add or get the dataset '{self.name}' again.")
 
 
 def file_sha256(path: Path) -> str:
@@ -240,19 +236,19 @@ class ParquetWriter(ShardWriter):
         self._rows, self._row_bytes = [], 0
 
 
-def read_texts(files: list[Path], column: str = "text") -> Iterator[str]:
+def read_texts(files: list[Path]) -> Iterator[str]:
     """The documents of a dataset's parquet shards, one row group in memory at a time."""
-    return chain.from_iterable(read_row_groups(files, column))
+    return chain.from_iterable(read_row_groups(files))
 
 
-def read_row_groups(files: list[Path], column: str = "text") -> Iterator[list[str]]:
+def read_row_groups(files: list[Path]) -> Iterator[list[str]]:
     import pyarrow.parquet
 
     for path in files:
         with pyarrow.parquet.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
-                yield read_row_group(file, group, column)
+                yield read_row_group(file, group)
 
 
-def read_row_group(file: Any, group: int, column: str = "text") -> list[str]:
-    return [text for text in file.read_row_group(group, columns=[column]).column(0).to_pylist() if text]
+def read_row_group(file: Any, group: int) -> list[str]:
+    return [text for text in file.read_row_group(group, columns=["text"]).column(0).to_pylist() if text]

@@ -246,8 +246,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def check_space(needed: int, folder: Path) -> None:
-    existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"The download needs {size(needed)} in {folder}, but only {size(free)} are free there: ask for fewer "

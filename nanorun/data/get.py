@@ -89,7 +89,7 @@ def _download(name: str, shards: int | None, workers: int) -> Dataset:
             shard = describe(path, "val" if path.name == corpus.val else "train")
         records.append(shard)
     source = f"{corpus.repo} at {hub.endpoint()}"
-    tokenizer = GPT2 if corpus.tokenizer == "gpt2" else None
+    tokenizer = GPT2 if corpus.kind == "bin" else None
     dataset = Dataset(name, folder, corpus.kind, tuple(records), source, tokenizer)
     dataset.save()
     return dataset
@@ -141,13 +141,7 @@ def list_datasets(verify: bool = False) -> tuple[list[Dataset], list[str]]:
     for name in dataset_names():
         try:
             dataset = open_dataset(name)
-            if verify:
-                for shard, good in dataset.verify():
-                    if not good:
-                        raise UserError(
-                            f"{dataset.folder / shard.file} is damaged (its checksum differs): add or get the dataset "
-                            f"'{name}' again."
-                        )
+            dataset.check_files(checksums=verify)
             datasets.append(dataset)
         except UserError as error:
             broken.append(str(error))

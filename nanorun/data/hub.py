@@ -42,44 +42,37 @@ _LISTING_TIMEOUT = 30.0
 
 @dataclass(frozen=True)
 class Corpus:
-    name: str
     repo: str
-    kind: Kind
+    kind: Kind  # text, or GPT-2's tokens
     train: str  # the format of a training shard's name
     first: int  # the number of the first training shard
     shards: int  # the number of training shards
     val: str
-    tokenizer: str | None = None  # of shards that hold tokens instead of text
 
     def train_files(self, shards: int) -> list[str]:
         return [self.train.format(number) for number in range(self.first, self.first + shards)]
 
 
-def _shuffled(name: str, repo: str, shards: int) -> Corpus:
+def _shuffled(repo: str, shards: int) -> Corpus:
     """A corpus in nanochat's layout: numbered shards of text, the last of which is for validation."""
     numbered = "shard_{:05d}.parquet"
-    return Corpus(name, repo, "parquet", train=numbered, first=0, shards=shards, val=numbered.format(shards))
+    return Corpus(repo, "parquet", train=numbered, first=0, shards=shards, val=numbered.format(shards))
 
 
 CORPORA = {
-    corpus.name: corpus
-    for corpus in (
-        # 400B tokens of ClimbMix web text, shuffled: nanochat's pretraining corpus
-        _shuffled("climbmix", "karpathy/climbmix-400b-shuffle", 6542),
-        # 100B tokens of educational web text, shuffled: nanochat's first pretraining corpus
-        _shuffled("fineweb-edu", "karpathy/fineweb-edu-100b-shuffle", 1822),
-        # 10B tokens of FineWeb, already in GPT-2's tokens: the corpus of the NanoGPT speedruns
-        Corpus(
-            name="fineweb10B",
-            repo="kjj0/fineweb10B-gpt2",
-            kind="bin",
-            train="fineweb_train_{:06d}.bin",
-            first=1,
-            shards=103,
-            val="fineweb_val_000000.bin",
-            tokenizer="gpt2",
-        ),
-    )
+    # 400B tokens of ClimbMix web text, shuffled: nanochat's pretraining corpus
+    "climbmix": _shuffled("karpathy/climbmix-400b-shuffle", 6542),
+    # 100B tokens of educational web text, shuffled: nanochat's first pretraining corpus
+    "fineweb-edu": _shuffled("karpathy/fineweb-edu-100b-shuffle", 1822),
+    # 10B tokens of FineWeb, already in GPT-2's tokens: the corpus of the NanoGPT speedruns
+    "fineweb10B": Corpus(
+        "kjj0/fineweb10B-gpt2",
+        "bin",
+        train="fineweb_train_{:06d}.bin",
+        first=1,
+        shards=103,
+        val="fineweb_val_000000.bin",
+    ),
 }
 
 
@@ -89,7 +82,7 @@ def fetch_corpus(corpus: Corpus, shards: int, folder: Path, workers: int = 4) ->
     Returns their paths, the validation shard last. Files that are complete are not downloaded again.
     """
     if not 1 <= shards <= corpus.shards:
-        raise UserError(f"{corpus.name} has {corpus.shards} training shards: {shards} is out of range.")
+        raise UserError(f"{corpus.repo} has {corpus.shards} training shards: {shards} is out of range.")
     files = list_files(corpus, [*corpus.train_files(shards), corpus.val])
     stop = threading.Event()
     with lock_folder(folder):
@@ -98,7 +91,7 @@ def fetch_corpus(corpus: Corpus, shards: int, folder: Path, workers: int = 4) ->
         missing = [file for file in files if sizes.get(file.path) != file.size]
         total = sum(file.size for file in missing)
         check_space(total, folder)
-        with Progress(f"downloading {corpus.name}", total, "B") as bar:
+        with Progress(f"downloading {folder.name}", total, "B") as bar:
             run_parallel(lambda file: _fetch_file(corpus, file, folder, bar, stop), missing, workers, stop)
         shutil.rmtree(folder / _STAGING, ignore_errors=True)
     return [folder / file.path for file in files]

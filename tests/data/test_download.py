@@ -265,7 +265,7 @@ def test_too_little_space_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=400_000))
     with pytest.raises(UserError, match=r"needs 600 kB in .* only 400 kB are free"):
-        check_space(600_000, tmp_path / "not" / "yet" / "here")
+        check_space(600_000, tmp_path)
     check_space(300_000, tmp_path)
 
 
