@@ -4,20 +4,18 @@ One thread owns the device and runs `Scheduler.step` in a loop (scheduler.py des
 interface for all other threads: they put requests, cancellations and tool outputs into an inbox, which is emptied
 between two steps.
 
+    submit     starts a request; a listener receives its events        the server, the terminal
     generate   takes a batch, returns all replies                      RL, evaluations
-    stream     asynchronous: events of one request as they happen      the server
-    events     its blocking counterpart                                the terminal
+    events     yields the events of one request
 
 All can be used together. The result of a request does not depend on the others: in fp32 its tokens are the same
 whatever else is in the batch (in bf16, up to the rounding of matmuls of a different shape).
 """
 
-import asyncio
-import contextlib
 import queue
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,27 +185,8 @@ class Engine:
             for handle in handles:
                 handle.cancel()
 
-    async def stream(self, request: Request) -> AsyncIterator[Event]:
+    def events(self, request: Request) -> Generator[Event, None, None]:
         """Events as they happen; the last one of each sample has its reply. Closing the iterator cancels."""
-        loop, received = asyncio.get_running_loop(), asyncio.Queue[Event | BaseException]()
-
-        def listen(event: Event | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver any more
-                loop.call_soon_threadsafe(received.put_nowait, event)
-
-        handle, unfinished = self.submit(request, listen), request.samples
-        try:
-            while unfinished:
-                event = await received.get()
-                if isinstance(event, BaseException):
-                    raise event
-                unfinished -= event.reply is not None
-                yield event
-        finally:
-            handle.cancel()
-
-    def events(self, request: Request) -> Iterator[Event]:
-        """`stream` for synchronous code."""
         received = queue.SimpleQueue[Event | BaseException]()
         handle, unfinished = self.submit(request, received.put), request.samples
         try:

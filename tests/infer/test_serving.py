@@ -1,6 +1,5 @@
 """Requests end when and how they should, text is never broken, and a failing request affects no other."""
 
-import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -109,30 +108,20 @@ def test_a_reply_ends_with_the_context(engine, tokenizer):
 
 
 def test_many_clients_stream_at_once(engine, tokenizer):
-    async def client(n):
-        parts = []
-        async for event in engine.stream(ask(tokenizer, max_tokens=10 + n, samples=2)):
-            parts.append(event)
-        return parts
+    def client(n):
+        return list(engine.events(ask(tokenizer, max_tokens=10 + n, samples=2)))
 
-    async def everyone():
-        return await asyncio.gather(*(client(n) for n in range(9)))
-
-    for n, events in enumerate(asyncio.run(everyone())):
+    for n, events in enumerate(ThreadPoolExecutor(9).map(client, range(9))):
         replies = {event.sample: event.reply for event in events if event.reply}
         assert len(replies) == 2
         assert {len(reply.ids) for reply in replies.values()} == {10 + n}
 
 
 def test_closing_a_stream_frees_its_slot(parrot, tokenizer):
-    async def leave(engine):
-        stream = engine.stream(ask(tokenizer))
-        async for _ in stream:
-            break
-        await stream.aclose()
-
     with Engine(parrot, tokenizer, Settings(slots=1)) as engine:
-        asyncio.run(leave(engine))
+        events = engine.events(ask(tokenizer))
+        next(events)
+        events.close()
         reply = engine.generate([ask(tokenizer, max_tokens=4)])[0]
         assert reply.finish == "length"
         assert engine.stats.sampled_tokens < 100, "the closed stream did not run to its end"
