@@ -220,14 +220,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def answers(questions: tuple[str, ...]) -> list[dict[str, Any]]:
     """The final model's greedy answers, as `nanorun chat -p` gives them."""
-    from nanorun.chat.conversation import Dialogue
+    from nanorun.chat.conversation import ChatOptions, Dialogue
     from nanorun.infer.load import ServedModel
     from nanorun.infer.request import Sampling
 
     results = []
+    options = ChatOptions(sampling=Sampling(temperature=0.0), max_tokens=MAX_REPLY_TOKENS)
     with ServedModel(RL) as model:
         for question in questions:
-            answer = Dialogue(model, Sampling(temperature=0.0), MAX_REPLY_TOKENS).ask(question)
+            answer = Dialogue(model, options).ask(question)
             list(answer)
             results.append({"question": question, **answer.record()})
     return results

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer
 
-from nanorun.chat.conversation import Dialogue
+from nanorun.chat.conversation import ChatOptions, Dialogue
 from nanorun.chat.screen import Wrap, cells, visible
 from nanorun.infer.engine import Settings
 from nanorun.infer.load import ServedModel
@@ -106,7 +106,9 @@ def test_a_seed_reproduces_answers_and_each_answer_has_its_own(talkers):
     with ServedModel(settings=Settings(speculate="lookup")) as model:
 
         def say(seed: int, questions: str) -> list[str]:
-            dialogue = Dialogue(model, Sampling(temperature=5, seed=seed), max_tokens=20)
+            dialogue = Dialogue(
+                model, ChatOptions(sampling=Sampling(temperature=5, seed=seed), max_tokens=20)
+            )
             answers = [dialogue.ask(question) for question in questions]
             return ["".join(text for _, text in answer) for answer in answers]
 
@@ -181,7 +183,9 @@ def test_a_missing_model_or_sandbox_is_reported_with_a_remedy(trained, home, tmp
 
 def test_the_next_turn_prefills_only_new_tokens_and_truncation_keeps_the_system_message(talkers):
     with ServedModel() as model:
-        dialogue = Dialogue(model, Sampling(temperature=0), max_tokens=40, system="S" * 100)
+        dialogue = Dialogue(
+            model, ChatOptions(sampling=Sampling(temperature=0), max_tokens=40, system="S" * 100)
+        )
         for question in ("hi", "sum"):
             *_, (kind, _) = pieces = list(dialogue.ask(question))
             assert (kind, len(pieces) > 5) == ("text", True)

@@ -114,21 +114,13 @@ class ChatAnswer:
 class Conversation:
     """What both kinds share: the settings, and how an answer starts."""
 
-    def __init__(self, model: ServedModel, sampling: Sampling, max_tokens: int) -> None:
-        self.model, self.max_tokens = model, max_tokens
-        self.sampling = sampling
+    def __init__(self, model: ServedModel, options: ChatOptions) -> None:
+        self.model, self.max_tokens = model, options.max_tokens
+        self.sampling = options.sampling
+        if self.sampling.seed is None:
+            self.sampling = replace(self.sampling, seed=secrets.randbits(32))
         self.truncated = False  # the newest prompt left out the oldest part
-        self._answers = 0  # each answer has a seed of its own, and all are reproducible
-
-    @property
-    def sampling(self) -> Sampling:
-        return self._sampling
-
-    @sampling.setter
-    def sampling(self, sampling: Sampling) -> None:
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbits(32))
-        self._sampling = sampling
+        self.answers = 0  # each answer has a seed of its own, and all are reproducible
 
     @property
     def max_prompt(self) -> int:
@@ -137,28 +129,22 @@ class Conversation:
         return context - min(self.max_tokens, max(context // 4, 1))
 
     def reset(self) -> None:
-        self.truncated, self._answers = False, 0
-
-    def restart_seeds(self) -> None:
-        """The next answer uses the seed itself."""
-        self._answers = 0
+        self.truncated, self.answers = False, 0
 
     def _answer(self, prompt: list[int], on_end: Callable[[ChatAnswer], None]) -> ChatAnswer:
         assert self.sampling.seed is not None
-        sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
+        sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
         model, engine = self.model, self.model.engine
         request = Request(prompt, sampling, self.max_tokens, model.stop_ids, tool=model.tool)
         request.check(engine.context, engine.vocab_size, has_text=True)
-        self._answers += 1
+        self.answers += 1
         return ChatAnswer(model, request, on_end)
 
 
 class Dialogue(Conversation):
-    def __init__(
-        self, model: ServedModel, sampling: Sampling, max_tokens: int, system: str | None = None
-    ) -> None:
-        super().__init__(model, sampling, max_tokens)
-        self.system = system
+    def __init__(self, model: ServedModel, options: ChatOptions) -> None:
+        super().__init__(model, options)
+        self.system = options.system
         self.turns: list[tuple[str, str | list[Part]]] = []  # question and answer
         self._question: str | None = None  # the last one, even if it has no answer
 
@@ -229,8 +215,8 @@ class Dialogue(Conversation):
 
 
 class Continuation(Conversation):
-    def __init__(self, model: ServedModel, sampling: Sampling, max_tokens: int) -> None:
-        super().__init__(model, sampling, max_tokens)
+    def __init__(self, model: ServedModel, options: ChatOptions) -> None:
+        super().__init__(model, options)
         self._texts: list[list[int]] = []  # tokens; the model continues the last one
         self._last: tuple[int, list[int], list[int]] | None = None  # its index, its text before, its prompt
 
@@ -280,9 +266,3 @@ class Continuation(Conversation):
 
         self._last = index, start, prompt
         return self._answer(prompt, replace_text)
-
-
-def start_conversation(model: ServedModel, options: ChatOptions) -> Dialogue | Continuation:
-    if model.is_chat_model:
-        return Dialogue(model, options.sampling, options.max_tokens, options.system)
-    return Continuation(model, options.sampling, options.max_tokens)

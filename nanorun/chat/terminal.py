@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from nanorun import home
 from nanorun.chat import history
-from nanorun.chat.conversation import ChatAnswer, ChatOptions, Continuation, Dialogue, start_conversation
+from nanorun.chat.conversation import ChatAnswer, ChatOptions, Continuation, Dialogue
 from nanorun.chat.screen import Screen
 from nanorun.console import count
 from nanorun.errors import UserError
@@ -56,7 +56,7 @@ def chat(options: ChatOptions, question: str | None, *, as_json: bool, verbose: 
     for text in (question, options.system):
         _check_utf8(text or "")
     with options.load() as model:
-        conversation = start_conversation(model, options)
+        conversation = (Dialogue if model.is_chat_model else Continuation)(model, options)
         if question is None:
             Terminal(conversation, verbose).run()
         else:
@@ -247,7 +247,7 @@ class Terminal:
             else:
                 conversation.max_tokens = number
             if name == "seed":
-                conversation.restart_seeds()
+                conversation.answers = 0  # the next answer uses the seed itself
         holder: Any = conversation if name == "max_tokens" else conversation.sampling
         self._screen.note(f"{name}: {getattr(holder, name)}")
 

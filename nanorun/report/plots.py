@@ -66,20 +66,6 @@ class _Line:
         return np.flatnonzero(np.isfinite(self.y))
 
 
-def plot_loss(name: str, records: Records, path: Path) -> Path:
-    """Plots a run to a .png or .svg file."""
-    with new_figure(path, (10, 7.2)) as figure:
-        _draw_loss(figure, name, records)
-    return path
-
-
-def plot_reward(name: str, records: Records, path: Path) -> Path:
-    """The same for a run of reinforcement learning."""
-    with new_figure(path, (10, 7.2)) as figure:
-        _draw_reward(figure, name, records)
-    return path
-
-
 def check_suffix(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"A plot is a .png or a .svg file, and '{path.name}' is neither: choose one of them.")
@@ -102,58 +88,69 @@ def new_figure(path: Path, size: tuple[float, float]) -> Iterator["Figure"]:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
 
-def _draw_loss(figure: "Figure", name: str, records: Records) -> None:
-    (loss, bpb), (speed, last) = figure.subplots(2, 2)
-    steps, evals, chats = (_by_step(records, kind) for kind in ("step", "eval", "chat"))
-    by_tokens = any("tokens" in record for record in (*steps, *evals))
+def plot_loss(name: str, records: Records, path: Path) -> Path:
+    """Plots a run to a .png or .svg file."""
+    with new_figure(path, (10, 7.2)) as figure:
+        (loss, bpb), (speed, last) = figure.subplots(2, 2)
+        steps, evals, chats = (_by_step(records, kind) for kind in ("step", "eval", "chat"))
+        by_tokens = any("tokens" in record for record in (*steps, *evals))
 
-    def line(own: Records, key: str) -> _Line:
-        return _Line(_tokens(own, steps) if by_tokens else _values(own, "step"), _values(own, key))
+        def line(own: Records, key: str) -> _Line:
+            return _Line(_tokens(own, steps) if by_tokens else _values(own, "step"), _values(own, key))
 
-    losses, norms = line(steps, "loss"), line(steps, "grad_norm")
-    ends = {
-        loss: _draw_panel(loss, "training loss, nats a token", losses, smooth=_SMOOTH),
-        bpb: _draw_panel(bpb, "validation, bits per byte", line(evals, "val_bpb")),
-        speed: _draw_panel(speed, "tokens per second", line(steps, "tokens_per_s"), smooth=_SMOOTH),
-    }
-    _clip_outliers(loss, losses)
-    if chats:
-        ends[last] = _draw_panel(last, "ChatCORE (1 is all right)", line(chats, "chatcore"))
-    elif len(norms.finite):
-        ends[last] = _draw_panel(last, "gradient norm", norms, smooth=_SMOOTH)
-        _clip_outliers(last, norms)
-    else:
-        title = "learning rate, share of its peak"
-        ends[last] = _draw_panel(last, title, line(steps, "lr"), markers=False)
-    for axes in (speed, last):
-        axes.yaxis.set_major_formatter(lambda value, _: count(value))
-        axes.set_ylim(bottom=0)
-    if chats:
-        last.set_ylim(-0.02, 1.02)
-    _finish(figure, name, ends, "tokens" if by_tokens else "steps", counts=speed)
+        losses, norms = line(steps, "loss"), line(steps, "grad_norm")
+        ends = {
+            loss: _draw_panel(loss, "training loss, nats a token", losses, smooth=_SMOOTH),
+            bpb: _draw_panel(bpb, "validation, bits per byte", line(evals, "val_bpb")),
+            speed: _draw_panel(speed, "tokens per second", line(steps, "tokens_per_s"), smooth=_SMOOTH),
+        }
+        _clip_outliers(loss, losses)
+        if chats:
+            ends[last] = _draw_panel(last, "ChatCORE (1 is all right)", line(chats, "chatcore"))
+        elif len(norms.finite):
+            ends[last] = _draw_panel(last, "gradient norm", norms, smooth=_SMOOTH)
+            _clip_outliers(last, norms)
+        else:
+            title = "learning rate, share of its peak"
+            ends[last] = _draw_panel(last, title, line(steps, "lr"), markers=False)
+        for axes in (speed, last):
+            axes.yaxis.set_major_formatter(lambda value, _: count(value))
+            axes.set_ylim(bottom=0)
+        if chats:
+            last.set_ylim(-0.02, 1.02)
+        _finish(figure, name, ends, "tokens" if by_tokens else "steps", counts=speed)
+    return path
 
 
-def _draw_reward(figure: "Figure", name: str, records: Records) -> None:
-    (reward, passes), (length, entropy) = figure.subplots(2, 2)
-    steps, evals = (_by_step(records, kind) for kind in ("step", "eval"))
-    k = max(map(_largest_k, evals), default=1)
+def plot_reward(name: str, records: Records, path: Path) -> Path:
+    """The same for a run of reinforcement learning."""
+    with new_figure(path, (10, 7.2)) as figure:
+        (reward, passes), (length, entropy) = figure.subplots(2, 2)
+        steps, evals = (_by_step(records, kind) for kind in ("step", "eval"))
+        passes_at = [
+            key.removeprefix("val_pass@") for record in evals for key in record if "val_pass@" in key
+        ]
+        k = max(map(int, passes_at), default=1)
 
-    def line(own: Records, key: str) -> _Line:
-        return _Line(_values(own, "step"), _values(own, key))
+        def line(own: Records, key: str) -> _Line:
+            return _Line(_values(own, "step"), _values(own, key))
 
-    ends = {
-        reward: _draw_panel(reward, "mean reward (dashed: held out)", line(steps, "reward"), smooth=_NOISY),
-        passes: _draw_panel(passes, f"held out: pass@1 (dashed: pass@{k})", line(evals, "val_pass@1")),
-        length: _draw_panel(length, "tokens in a reply", line(steps, "length"), smooth=_NOISY),
-        entropy: _draw_panel(entropy, "entropy, nats a token", line(steps, "entropy"), smooth=_NOISY),
-    }
-    for axes, key in ((reward, "val_reward"), (passes, f"val_pass@{k}")):
-        style: Any = {"linestyle": "--", "linewidth": 1.5, "marker": "o", "markersize": 4}
-        axes.plot(_values(evals, "step"), _values(evals, key), color=BLUE, **style)
-        axes.set_ylim(-0.02, 1.02)
-    for axes in (length, entropy):
-        axes.set_ylim(bottom=0)
-    _finish(figure, name, ends, "steps")
+        ends = {
+            reward: _draw_panel(
+                reward, "mean reward (dashed: held out)", line(steps, "reward"), smooth=_NOISY
+            ),
+            passes: _draw_panel(passes, f"held out: pass@1 (dashed: pass@{k})", line(evals, "val_pass@1")),
+            length: _draw_panel(length, "tokens in a reply", line(steps, "length"), smooth=_NOISY),
+            entropy: _draw_panel(entropy, "entropy, nats a token", line(steps, "entropy"), smooth=_NOISY),
+        }
+        for axes, key in ((reward, "val_reward"), (passes, f"val_pass@{k}")):
+            style: Any = {"linestyle": "--", "linewidth": 1.5, "marker": "o", "markersize": 4}
+            axes.plot(_values(evals, "step"), _values(evals, key), color=BLUE, **style)
+            axes.set_ylim(-0.02, 1.02)
+        for axes in (length, entropy):
+            axes.set_ylim(bottom=0)
+        _finish(figure, name, ends, "steps")
+    return path
 
 
 def _draw_panel(
@@ -201,7 +198,18 @@ def _clip_outliers(axes: "Axes", line: _Line) -> None:
 
 def _finish(figure: "Figure", name: str, ends: Ends, x_label: str, counts: "Axes | None" = None) -> None:
     """The x axis, the name of the run, and the last value of each line (as a count in the panel `counts`)."""
-    _share_x(list(ends), x_label)
+    from matplotlib.ticker import MaxNLocator
+
+    last_x = [axes.dataLim.x1 for axes in ends if axes.lines]
+    right = max([x for x in last_x if np.isfinite(x) and x > 0], default=1.0)
+    for axes in ends:
+        axes.set_xlim(0, right * 1.02)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_formatter(lambda value, _: count(value).replace("G", "B"))
+        if last_x:
+            axes.set_xlabel(x_label, labelpad=2)
+        else:
+            axes.tick_params(bottom=False, labelbottom=False)
     figure.suptitle(name, fontsize=15, fontweight="bold", x=0.01, ha="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr, call-arg]
     figure.draw_without_rendering()  # a layout without the labels, which may hang over the edge
@@ -221,21 +229,6 @@ def _finish(figure: "Figure", name: str, ends: Ends, x_label: str, counts: "Axes
             )
 
 
-def _share_x(panels: list["Axes"], name: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ends = [axes.dataLim.x1 for axes in panels if axes.lines]
-    right = max([end for end in ends if np.isfinite(end) and end > 0], default=1.0)
-    for axes in panels:
-        axes.set_xlim(0, right * 1.02)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-        axes.xaxis.set_major_formatter(lambda value, _: count(value).replace("G", "B"))
-        if ends:
-            axes.set_xlabel(name, labelpad=2)
-        else:
-            axes.tick_params(bottom=False, labelbottom=False)
-
-
 def _by_step(records: Records, kind: str) -> Records:
     """Records of a kind in the order of their steps, the last of each step."""
     last = {record["step"]: record for record in records if record.get("kind") == kind and "step" in record}
@@ -248,11 +241,6 @@ def _tokens(records: Records, steps: Records) -> np.ndarray:
     at, tokens = ([0, *column] for column in zip(*known, strict=True)) if known else ([0], [0])
     own, step = _values(records, "tokens"), [r["step"] for r in records]
     return np.where(np.isfinite(own), own, np.interp(step, at, tokens) if step else own)
-
-
-def _largest_k(record: Mapping[str, Any]) -> int:
-    """The largest k of a record's pass@k."""
-    return max([int(key[9:]) for key in record if key.startswith("val_pass@")], default=1)
 
 
 def _values(records: Records, key: str) -> np.ndarray:
