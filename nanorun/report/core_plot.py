@@ -27,16 +27,13 @@ def _draw_tasks(axes: Any, tasks: Sequence[Mapping[str, Any]]) -> None:
     values = [task["centred"] for task in tasks]
     errors = [task["standard_error"] / (1 - task["baseline"]) for task in tasks]
     colors = [OURS if value >= 0 else BELOW_BASELINE for value in values]
-    axes.barh(range(len(tasks)), values, xerr=errors, color=colors, error_kw={"ecolor": FAINT})
+    bars = axes.barh(range(len(tasks)), values, xerr=errors, color=colors, error_kw={"ecolor": FAINT})
+    axes.bar_label(bars, fmt="%.3f", padding=4, fontsize=10)
     axes.set_yticks(range(len(tasks)), [task["name"] for task in tasks], fontsize=11)
     axes.invert_yaxis()
     axes.axvline(0, color=FAINT, linewidth=1)
     axes.grid(visible=False, axis="y")
     axes.set_title("centred accuracy, ± one standard error", pad=8)
-    for i, (value, error) in enumerate(zip(values, errors, strict=True)):
-        end, offset, align = (value - error, -4, "right") if value < 0 else (value + error, 4, "left")
-        style = {"textcoords": "offset points", "va": "center", "ha": align, "fontsize": 10}
-        axes.annotate(f"{value:.3f}", (end, i), (offset, 0), **style)
     axes.margins(x=0.18)
 
 
@@ -46,13 +43,10 @@ def _draw_total(axes: Any, result: Mapping[str, Any]) -> None:
     values = [*result["gpt2"].values(), result["core"]]
     errors = [*[0.0] * len(result["gpt2"]), result["core_standard_error"]]
     colors = [*[THEIRS] * len(result["gpt2"]), OURS]
-    axes.bar(range(len(values)), values, yerr=errors, color=colors, error_kw={"ecolor": FAINT})
+    bars = axes.bar(range(len(values)), values, yerr=errors, color=colors, error_kw={"ecolor": FAINT})
+    axes.bar_label(bars, fmt="%.4f", padding=3, fontsize=11)
     axes.set_xticks(range(len(values)), names, fontsize=11)
     axes.grid(visible=False, axis="x")
     axes.axhline(0, color=FAINT, linewidth=1)
     axes.set_title("CORE", pad=8)
-    for i, (value, error) in enumerate(zip(values, errors, strict=True)):
-        end, offset, align = (value - error, -3, "top") if value < 0 else (value + error, 3, "bottom")
-        style = {"textcoords": "offset points", "ha": "center", "va": align, "fontsize": 11}
-        axes.annotate(f"{value:.4f}", (i, end), (0, offset), **style)
     axes.margins(y=0.12)

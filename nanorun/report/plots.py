@@ -1,10 +1,10 @@
 """Plots of a run, from its metrics.
 
-One figure of four panels: training loss, validation bits per byte, throughput, and the gradient norm (the learning
-rate if no norm was recorded; ChatCORE if it was evaluated during training). For reinforcement learning: reward,
-held-out pass@k, the length of replies, and their entropy. Each measurement is drawn lightly with its moving median
-on top; the last value is at the end of its line. A loss that is NaN, infinite or missing leaves a gap.
-A run that rolled back to a checkpoint is drawn once: the last record of a step counts.
+One figure of four panels: training loss, validation bits per byte, throughput, and the gradient norm
+(ChatCORE if it was evaluated during training). For reinforcement learning: reward, held-out pass@k, the length of
+replies, and their entropy. Each measurement is drawn lightly with its moving median on top; the last value is at
+the end of its line. A loss that is NaN, infinite or missing leaves a gap. A run that rolled back to a checkpoint is
+drawn once: the last record of a step counts.
 
 Text is large enough for a phone and the background is white, so a plot reads the same on light and dark pages.
 The code uses matplotlib's objects, never pyplot: no global state, no window, any thread.
@@ -13,7 +13,6 @@ The code uses matplotlib's objects, never pyplot: no global state, no window, an
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,16 +53,12 @@ _STYLE: Any = {
 }
 
 
-@dataclass(frozen=True)
 class _Line:
     """One value over training."""
 
-    x: np.ndarray
-    y: np.ndarray  # NaN where there is a gap
-
-    @property
-    def finite(self) -> np.ndarray:
-        return np.flatnonzero(np.isfinite(self.y))
+    def __init__(self, records: Records, key: str, x: str = "tokens") -> None:
+        self.x, self.y = _values(records, x), _values(records, key)  # NaN where there is a gap
+        self.finite = np.flatnonzero(np.isfinite(self.y))
 
 
 def check_suffix(path: Path) -> None:
@@ -93,32 +88,24 @@ def plot_loss(name: str, records: Records, path: Path) -> Path:
     with new_figure(path, (10, 7.2)) as figure:
         (loss, bpb), (speed, last) = figure.subplots(2, 2)
         steps, evals, chats = (_by_step(records, kind) for kind in ("step", "eval", "chat"))
-        by_tokens = any("tokens" in record for record in (*steps, *evals))
-
-        def line(own: Records, key: str) -> _Line:
-            return _Line(_tokens(own, steps) if by_tokens else _values(own, "step"), _values(own, key))
-
-        losses, norms = line(steps, "loss"), line(steps, "grad_norm")
+        losses, norms = _Line(steps, "loss"), _Line(steps, "grad_norm")
         ends = {
             loss: _draw_panel(loss, "training loss, nats a token", losses, smooth=_SMOOTH),
-            bpb: _draw_panel(bpb, "validation, bits per byte", line(evals, "val_bpb")),
-            speed: _draw_panel(speed, "tokens per second", line(steps, "tokens_per_s"), smooth=_SMOOTH),
+            bpb: _draw_panel(bpb, "validation, bits per byte", _Line(evals, "val_bpb")),
+            speed: _draw_panel(speed, "tokens per second", _Line(steps, "tokens_per_s"), smooth=_SMOOTH),
         }
         _clip_outliers(loss, losses)
         if chats:
-            ends[last] = _draw_panel(last, "ChatCORE (1 is all right)", line(chats, "chatcore"))
-        elif len(norms.finite):
+            ends[last] = _draw_panel(last, "ChatCORE (1 is all right)", _Line(chats, "chatcore"))
+        else:
             ends[last] = _draw_panel(last, "gradient norm", norms, smooth=_SMOOTH)
             _clip_outliers(last, norms)
-        else:
-            title = "learning rate, share of its peak"
-            ends[last] = _draw_panel(last, title, line(steps, "lr"), markers=False)
         for axes in (speed, last):
             axes.yaxis.set_major_formatter(lambda value, _: count(value))
             axes.set_ylim(bottom=0)
         if chats:
             last.set_ylim(-0.02, 1.02)
-        _finish(figure, name, ends, "tokens" if by_tokens else "steps", counts=speed)
+        _finish(figure, name, ends, "tokens", counts=speed)
     return path
 
 
@@ -127,21 +114,15 @@ def plot_reward(name: str, records: Records, path: Path) -> Path:
     with new_figure(path, (10, 7.2)) as figure:
         (reward, passes), (length, entropy) = figure.subplots(2, 2)
         steps, evals = (_by_step(records, kind) for kind in ("step", "eval"))
-        passes_at = [
-            key.removeprefix("val_pass@") for record in evals for key in record if "val_pass@" in key
-        ]
-        k = max(map(int, passes_at), default=1)
-
-        def line(own: Records, key: str) -> _Line:
-            return _Line(_values(own, "step"), _values(own, key))
-
+        ks = [int(key[9:]) for record in evals for key in record if key.startswith("val_pass@")]
+        k = max(ks, default=1)
+        rewards, lengths, entropies = (_Line(steps, key, "step") for key in ("reward", "length", "entropy"))
+        pass_at_1 = _Line(evals, "val_pass@1", "step")
         ends = {
-            reward: _draw_panel(
-                reward, "mean reward (dashed: held out)", line(steps, "reward"), smooth=_NOISY
-            ),
-            passes: _draw_panel(passes, f"held out: pass@1 (dashed: pass@{k})", line(evals, "val_pass@1")),
-            length: _draw_panel(length, "tokens in a reply", line(steps, "length"), smooth=_NOISY),
-            entropy: _draw_panel(entropy, "entropy, nats a token", line(steps, "entropy"), smooth=_NOISY),
+            reward: _draw_panel(reward, "mean reward (dashed: held out)", rewards, smooth=_NOISY),
+            passes: _draw_panel(passes, f"held out: pass@1 (dashed: pass@{k})", pass_at_1),
+            length: _draw_panel(length, "tokens in a reply", lengths, smooth=_NOISY),
+            entropy: _draw_panel(entropy, "entropy, nats a token", entropies, smooth=_NOISY),
         }
         for axes, key in ((reward, "val_reward"), (passes, f"val_pass@{k}")):
             style: Any = {"linestyle": "--", "linewidth": 1.5, "marker": "o", "markersize": 4}
@@ -153,9 +134,7 @@ def plot_reward(name: str, records: Records, path: Path) -> Path:
     return path
 
 
-def _draw_panel(
-    axes: "Axes", title: str, line: _Line, smooth: int | None = None, markers: bool = True
-) -> float | None:
+def _draw_panel(axes: "Axes", title: str, line: _Line, smooth: int | None = None) -> float | None:
     """Draws the line, with a moving median over 1/`smooth` of it on either side, and returns its last value."""
     axes.set_title(title, pad=8)
     if not len(line.finite):
@@ -169,7 +148,7 @@ def _draw_panel(
     if smooth and many:
         axes.plot(line.x[thin], y[thin], color=BLUE, alpha=0.3, linewidth=0.8)
         y = moving_median(y, len(line.finite) // smooth)
-    marker = "o" if len(line.finite) == 1 or (markers and not many) else ""
+    marker = "" if many else "o"
     axes.plot(line.x[thin], y[thin], color=BLUE, linewidth=2, marker=marker, markersize=5)
     return float(y[line.finite[-1]])
 
@@ -233,14 +212,6 @@ def _by_step(records: Records, kind: str) -> Records:
     """Records of a kind in the order of their steps, the last of each step."""
     last = {record["step"]: record for record in records if record.get("kind") == kind and "step" in record}
     return [last[step] for step in sorted(last)]
-
-
-def _tokens(records: Records, steps: Records) -> np.ndarray:
-    """Tokens trained on at each record; where a record has none, interpolated between steps."""
-    known = [(r["step"], r["tokens"]) for r in steps if np.isfinite(_number(r.get("tokens")))]
-    at, tokens = ([0, *column] for column in zip(*known, strict=True)) if known else ([0], [0])
-    own, step = _values(records, "tokens"), [r["step"] for r in records]
-    return np.where(np.isfinite(own), own, np.interp(step, at, tokens) if step else own)
 
 
 def _values(records: Records, key: str) -> np.ndarray:
