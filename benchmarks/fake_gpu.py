@@ -111,7 +111,7 @@ def child(settings: dict[str, Any]) -> dict[str, Any]:
         module.is_supported = lambda device: True  # type: ignore[attr-defined]
     config, options = configured({**settings, "changes": {"options": {"device_batch": settings["rows"]}}})
     with tempfile.TemporaryDirectory() as folder:
-        training = base.assemble(config, Run("fake-gpu", Path(folder), {}, None), options, None)
+        training = base.assemble(config, Run("fake-gpu", Path(folder)), options, None)
         with training.loader:
             loop.train_step(training)
             loop.train_step(training)

@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     changes = {"options": {"device_batch": args.rows, "graphs": False}}
     config, options = configured({**vars(args), "changes": changes})
     with tempfile.TemporaryDirectory() as folder:
-        training = base.assemble(config, Run("peak", Path(folder), {}, None), options, None)
+        training = base.assemble(config, Run("peak", Path(folder)), options, None)
         with training.loader:
             loop.train_step(training)
             torch.cuda.synchronize()

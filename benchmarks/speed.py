@@ -265,7 +265,7 @@ def predicted_budgets(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name in PROFILED:
         config, recipe = scale_model(args.depth, 32_768), Recipe(**{**ALL_ON, **LEVERS[name]})
-        ns = budget.predict(config, budget.Shape(32 * config.context, args.batch_tokens), recipe)
+        ns = budget.predict(config, 32 * config.context, args.batch_tokens, recipe)
         found[name] = {"parts": {p: {"predicted": ns.get(p), "measured": None} for p in budget.PARTS}}
     return found
 
@@ -328,7 +328,7 @@ def timed(task: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     config, options = configured(task)
     with tempfile.TemporaryDirectory() as folder:
-        t = base.assemble(config, Run("bench", Path(folder), {}, None), options, None)
+        t = base.assemble(config, Run("bench", Path(folder)), options, None)
         with t.loader:
             loop.train_step(t)
             first = time.perf_counter() - begin
@@ -363,9 +363,9 @@ def timed(task: dict[str, Any]) -> dict[str, Any]:
 def budget_of(t: Any) -> dict[str, Any]:
     from nanorun.bench import budget
 
-    tokens = t.config.train.batch_tokens
-    shape = budget.Shape(t.loader.rows * t.config.model.context, tokens)
-    predicted, measured = budget.predict(t.model.config, shape, t.recipe), budget.measure(t)
+    micro_tokens = t.loader.rows * t.config.model.context
+    predicted = budget.predict(t.model.config, micro_tokens, t.config.train.batch_tokens, t.recipe)
+    measured = budget.measure(t)
     parts = {
         part: {"predicted": predicted.get(part), "measured": measured["ns"].get(part)}
         for part in budget.PARTS

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from nanorun.bench.budget import PARTS, Shape, part_of, predict
+from nanorun.bench.budget import PARTS, part_of, predict
 from nanorun.config import scale_model
 from nanorun.model.fast.recipe import Recipe
 
-SHAPE = Shape(32_768, 524_288)
+TOKENS = (32_768, 524_288)  # of a micro-batch, of a step
 
 
 def test_the_floor_of_a_d12_in_bf16_is_a_little_below_what_an_h200_measured():
-    predicted = predict(scale_model(12, 32_768), SHAPE)
+    predicted = predict(scale_model(12, 32_768), *TOKENS)
     assert set(predicted) <= set(PARTS)
     measured = 1e9 / 608_336  # benchmarks/results/train-d12-bf16-h200.json
     assert 0.85 * measured < sum(predicted.values()) < measured
@@ -23,7 +23,7 @@ def test_the_floor_of_a_d12_in_bf16_is_a_little_below_what_an_h200_measured():
 
 def test_eight_bits_are_cheaper_step_by_step():
     sums = [
-        sum(predict(scale_model(12, 32_768), SHAPE, Recipe(fp8=way)).values())
+        sum(predict(scale_model(12, 32_768), *TOKENS, Recipe(fp8=way)).values())
         for way in ("none", "mlp", "layers", "head", "all")
     ]
     assert sums == sorted(sums, reverse=True)

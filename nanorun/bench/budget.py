@@ -11,7 +11,6 @@ Rates are an H200's (benchmarks/speed.py measures them anew). On another GPU onl
 import re
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -46,16 +45,11 @@ PARTS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a prediction depends on beside the model."""
-
-    micro_tokens: int
-    step_tokens: int
-
-
-def predict(config: ModelConfig, shape: Shape, recipe: Recipe = PLAIN_RECIPE) -> dict[str, float]:
-    """Nanoseconds a token, by part. What it cannot know (waits, the rest) it leaves out."""
+def predict(
+    config: ModelConfig, micro_tokens: int, step_tokens: int, recipe: Recipe = PLAIN_RECIPE
+) -> dict[str, float]:
+    """Nanoseconds a token, by part, for micro-batches and steps of this many tokens. What it cannot know (waits, the
+    rest) it leaves out."""
     dim, depth, vocab = config.dim, config.depth, config.padded_vocab
     kv_dim, hidden = config.kv_heads * config.head_dim, config.mlp_ratio * config.dim
     eight = {
@@ -89,7 +83,7 @@ def predict(config: ModelConfig, shape: Shape, recipe: Recipe = PLAIN_RECIPE) ->
     )
     tables = 1 + sum(config.has_value_embedding(layer) for layer in range(depth))
     matrices, everything = sum(parameters.values()), config.total_parameters
-    summed_in = shape.step_tokens if recipe.sparse_tables else shape.micro_tokens
+    summed_in = step_tokens if recipe.sparse_tables else micro_tokens
     table_bytes = 4 * tables * vocab * dim / summed_in  # zeros, and without sparse_tables a sum each time
     in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, recipe.fp8 in ("head", "all")
     stream_bytes = 42 if not (in_layers and recipe.fused_add_norm) else 28 if recipe.fused_residual else 38
@@ -103,14 +97,13 @@ def predict(config: ModelConfig, shape: Shape, recipe: Recipe = PLAIN_RECIPE) ->
         "loss": 6 * vocab if in_head else 4 * vocab + 12 * vocab * dim / CHUNK_TOKENS,
         "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
         "gradient accumulation": (0 if recipe.sparse_tables else 3 * table_bytes)
-        + 12 * matrices / shape.micro_tokens
-        + (12 * vocab * dim * max(1 / CHUNK_TOKENS - 1 / shape.micro_tokens, 0) if in_head else 0),
-        "casts": 12 * sum(n for k, n in parameters.items() if k not in eight) / shape.micro_tokens,
-        "update": (28 * (everything - matrices + vocab * dim) + 40 * (matrices - vocab * dim))
-        / shape.step_tokens,
+        + 12 * matrices / micro_tokens
+        + (12 * vocab * dim * max(1 / CHUNK_TOKENS - 1 / micro_tokens, 0) if in_head else 0),
+        "casts": 12 * sum(n for k, n in parameters.items() if k not in eight) / micro_tokens,
+        "update": (28 * (everything - matrices + vocab * dim) + 40 * (matrices - vocab * dim)) / step_tokens,
     }
     result = {part: 1e9 * count / BANDWIDTH for part, count in moved.items()}
-    result["update"] += 1e9 * _muon_flops(config) / (MUON_TFLOPS * 1e12) / shape.step_tokens
+    result["update"] += 1e9 * _muon_flops(config) / (MUON_TFLOPS * 1e12) / step_tokens
     return {"matmuls": 1e9 * matmuls, "attention": attention, **result}
 
 
@@ -131,10 +124,7 @@ _NAMES = (
     ("quantizing", r"_quantize_kernel|^_(qkv_)?amax_kernel|float8"),
     ("norms and residual stream", r"^_residual_norm_|rms_norm|rsqrt|mean"),
     ("matmuls", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
-    (
-        "embeddings",
-        r"embedding|index_put|index_add|scatter|gather|sort|Memset|fill|zeros",
-    ),
+    ("embeddings", r"embedding|index_put|index_add|scatter|gather|sort|Memset|fill|zeros"),
     ("gradient accumulation", r"vectorized_elementwise.*add|CUDAFunctor_add"),
     ("casts", r"copy|cat"),
 )

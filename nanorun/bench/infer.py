@@ -27,13 +27,12 @@ from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import open_source
 from nanorun.errors import UserError
-from nanorun.evals.bpb import bpb_evaluator
+from nanorun.evals.bpb import evaluate_model
 from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.infer.frozen import FrozenGPT, freeze, rounded
 from nanorun.infer.load import load_model
 from nanorun.model.gpt import GPT, build
-from nanorun.plan import memory
 from nanorun.provenance import record
 from nanorun.runs import read_config
 from nanorun.text.store import open_tokenizer
@@ -66,7 +65,9 @@ def bench_infer(
         draft_model = load_model(draft).model if draft else None
         details = {"model": name, "step": loaded.step}
         if workload.int8:
-            details |= _bits_per_byte(config, model)
+            dataset = open_dataset(config.data)
+            for key, variant in (("bpb", model), ("bpb_int8", rounded(model))):
+                details[key] = evaluate_model(variant, loaded.tokenizer, dataset, BPB_TOKENS).bpb
         prompts = _validation_prompts(config, workload.prompt_tokens)
     else:
         machine, depth = hardware.detect(), depth or 12
@@ -189,18 +190,6 @@ def _mbu(weights: FrozenGPT, batch: int, workload: InferenceWorkload, seconds: f
     lengths = range(workload.prompt_tokens + 1, workload.prompt_tokens + workload.new_tokens + 1)
     visible = sum(cache.bytes_read(length) for length in lengths) / len(lengths)
     return (weights.bytes_per_step + batch * visible) / seconds / (bandwidth * 1e12)
-
-
-def _bits_per_byte(config: Config, model: GPT) -> dict[str, float]:
-    """Of validation text, without and with int8."""
-    tokenizer = open_tokenizer(config.tokenizer)
-    source = open_source(open_dataset(config.data), "val", tokenizer)
-    rows, device = memory.micro_batch_rows(config.model, hardware.detect()), model.embed.weight.device
-
-    def bpb(which: GPT) -> float:
-        return bpb_evaluator(source, config.model, tokenizer, which, device, rows, BPB_TOKENS)().bpb
-
-    return {"bpb": bpb(model), "bpb_int8": bpb(rounded(model))}
 
 
 def _validation_prompts(config: Config, length: int) -> Iterator[list[int]]:

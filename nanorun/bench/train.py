@@ -144,9 +144,8 @@ def timed_first_step(training: loop.Training, start: float) -> tuple[loop.Step, 
         times.append(time.perf_counter())
         on_micro_batch(tokens)
 
-    training.on_micro_batch = (
-        timed_pulse  # after each micro-batch: the first compiles, and the host waits for that
-    )
+    # After each micro-batch: the first compiles, and the host waits for that.
+    training.on_micro_batch = timed_pulse
     step = loop.train_step(training)
     training.on_micro_batch = on_micro_batch
     times.append(time.perf_counter())

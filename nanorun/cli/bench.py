@@ -36,7 +36,7 @@ def bench_train(
     """Measure tokens/s, MFU, peak memory and the time to the first step, on real packed data."""
     from nanorun import tables
     from nanorun.bench.train import bench_train
-    from nanorun.provenance import check_writable, write_result
+    from nanorun.provenance import check_writable
     from nanorun.train import base
 
     check_writable(save)
@@ -50,8 +50,7 @@ def bench_train(
     )
     config = base.configure(depth, context=context, batch_tokens=batch_tokens, data=data, tokenizer=tokenizer)
     result = bench_train(config, options, steps, fresh_caches)
-    write_result(result, save)
-    opt.show(result, as_json, tables.bench_train(result))
+    opt.show(result, as_json, tables.bench_train(result), save)
 
 
 @app.command("infer", epilog=opt.example("nanorun bench infer --depth 12 --batch 1,8,32,128 --json"))
@@ -74,7 +73,7 @@ def bench_infer(
     """Measure time to first token, ms per step, tokens/s, peak memory and memory bandwidth utilization."""
     from nanorun import tables
     from nanorun.bench.infer import InferenceWorkload, bench_infer
-    from nanorun.provenance import check_writable, write_result
+    from nanorun.provenance import check_writable
 
     check_writable(save)
     speculation = opt.check_speculation(speculate, draft)
@@ -82,8 +81,7 @@ def bench_infer(
         raise UserError("--draft drafts for a trained run: name it with --model.")
     workload = InferenceWorkload(_batch_sizes(batch), prompt, new, temperature, int8, speculation, guesses)
     result = bench_infer(depth, model, workload, draft)
-    write_result(result, save)
-    opt.show(result, as_json, tables.bench_infer(result))
+    opt.show(result, as_json, tables.bench_infer(result), save)
 
 
 def _batch_sizes(text: str) -> list[int]:

@@ -113,8 +113,7 @@ def eval_core(
     """The CORE score of a base model on 22 tasks: 0 for guessing; GPT-2 XL has 0.2565."""
     from nanorun import tables
     from nanorun.console import say
-    from nanorun.evals.core import CoreOptions, evaluate_hugging_face, evaluate_run_core
-    from nanorun.provenance import write_result
+    from nanorun.evals.core import CoreOptions, evaluate_core
     from nanorun.report.core_plot import plot_core
     from nanorun.report.plots import check_suffix
 
@@ -126,13 +125,12 @@ def eval_core(
     if tasks is not None and not names:
         raise UserError("--tasks names no task: give some, such as hellaswag,arc, or omit it for all.")
     options = CoreOptions(bundle, names, max_per_task, batch_tokens, mmlu)
-    result = evaluate_hugging_face(hf, options) if hf is not None else evaluate_run_core(model, options)
+    result = evaluate_core(model, hf, options)
     if result is None:
         return  # rank 0 prints the result
-    write_result(result, save)
+    show(result, as_json, tables.core_table(result), save)
     if plot is not None:
         say(f"plotted: {plot_core(result, plot)}")
-    show(result, as_json, tables.core_table(result))
 
 
 def _split_names(names: str | None) -> list[str]:

@@ -8,6 +8,7 @@ import typer
 
 from nanorun.config import Backend, Dtype
 from nanorun.errors import UserError
+from nanorun.provenance import write_result
 
 if TYPE_CHECKING:
     from nanorun.model.fast.recipe import Recipe
@@ -71,7 +72,9 @@ def example(text: str) -> str:
     return f"\b\nExample:\n  {text}"  # \b keeps the line breaks
 
 
-def show(result: dict[str, Any], as_json: bool, text: str) -> None:
+def show(result: dict[str, Any], as_json: bool, text: str, save: Path | None = None) -> None:
+    """Prints the result, after writing it to the file of --save."""
+    write_result(result, save)
     print(json.dumps(result, ensure_ascii=False) if as_json else text, flush=True)
 
 

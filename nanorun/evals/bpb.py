@@ -22,20 +22,21 @@ there is one more or one less of those.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanorun import hardware
 from nanorun.config import ModelConfig
-from nanorun.data.dataset import open_dataset
+from nanorun.data.dataset import Dataset, open_dataset
 from nanorun.data.loader import Batch, Loader, to_device
 from nanorun.data.packing import Packing
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import ConversationSource, Source, open_source
 from nanorun.errors import UserError
 from nanorun.infer.load import load_model
+from nanorun.model.gpt import GPT
 from nanorun.model.loss import IGNORE
 from nanorun.plan import memory
 from nanorun.provenance import record
@@ -60,14 +61,8 @@ class BpbResult:
 def evaluate_run(name: str | None, data: str | None, max_tokens: int | None) -> dict[str, Any]:
     """`eval bpb`: a trained model on the validation split of its own dataset, or of another."""
     loaded = load_model(name)
-    config, model = loaded.config.model, loaded.model
     dataset = open_dataset(data or loaded.config.data)
-    source = open_source(dataset, "val", loaded.tokenizer)
-    rows = memory.micro_batch_rows(config, hardware.detect())
-    evaluate = bpb_evaluator(
-        source, config, loaded.tokenizer, model, model.embed.weight.device, rows, max_tokens
-    )
-    result = evaluate()
+    result = evaluate_model(loaded.model, loaded.tokenizer, dataset, max_tokens)
     return record(
         "bpb",
         model=loaded.run,
@@ -78,6 +73,12 @@ def evaluate_run(name: str | None, data: str | None, max_tokens: int | None) -> 
         tokens=result.tokens,
         bytes=result.bytes,
     )
+
+
+def evaluate_model(model: GPT, tokenizer: Tokenizer, dataset: Dataset, max_tokens: int | None) -> BpbResult:
+    source = open_source(dataset, "val", tokenizer)
+    rows, device = memory.micro_batch_rows(model.config, hardware.detect()), model.embed.weight.device
+    return bpb_evaluator(source, model.config, tokenizer, model, device, rows, max_tokens)()
 
 
 def bpb_evaluator(
@@ -110,17 +111,9 @@ def bpb_evaluator(
     return evaluate
 
 
-class HasTargets(Protocol):
-    @property
-    def targets(self) -> Tensor: ...
-
-
-AnyBatch = TypeVar("AnyBatch", bound=HasTargets)
-
-
 def evaluate_bpb(
-    loss_fn: Callable[[AnyBatch], Tensor],
-    batches: Iterable[AnyBatch],
+    loss_fn: Callable[[Batch], Tensor],
+    batches: Iterable[Batch],
     token_bytes: Tensor,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> BpbResult:

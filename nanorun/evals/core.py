@@ -51,11 +51,20 @@ class CoreOptions:
     mmlu: Path | None = None
 
 
-def evaluate_run_core(name: str | None, options: CoreOptions) -> dict[str, Any] | None:
-    """Evaluates a run and writes a complete result to its folder. Returns None on ranks other than 0."""
+def evaluate_core(run: str | None, hugging_face: Path | None, options: CoreOptions) -> dict[str, Any] | None:
+    """Evaluates a run, or a causal model in a folder that transformers reads. Returns None on ranks other than 0.
+
+    The complete result of a run is written to its folder.
+    """
     with process_group():
         selected = select_tasks(open_bundle(options.bundle), options)  # fails before the model is loaded
-        loaded = load_model(name)
+        if hugging_face is not None:
+            machine = hardware.detect()
+            device, dtype = torch.device(machine.device), hardware.compute_dtype(machine)
+            model, tokenizer = open_hugging_face(hugging_face, device, dtype)
+            result = evaluate(model, tokenizer, selected, options, hugging_face.resolve().name)
+            return None if rank_and_world()[0] else result
+        loaded = load_model(run)
         use_fastest_attention(loaded.model)
         model = NanorunModel(loaded.model)
         result = evaluate(model, loaded.tokenizer, selected, options, loaded.run, loaded.step)
@@ -65,17 +74,6 @@ def evaluate_run_core(name: str | None, options: CoreOptions) -> dict[str, Any] 
             suffix = f"-max{options.max_per_task}" if options.max_per_task else ""
             write_result(result, home.runs_dir() / loaded.run / f"core{suffix}.json")
         return result
-
-
-def evaluate_hugging_face(folder: Path, options: CoreOptions) -> dict[str, Any] | None:
-    """Evaluates a causal model in a folder that transformers reads. Returns None on ranks other than 0."""
-    with process_group():
-        selected = select_tasks(open_bundle(options.bundle), options)
-        machine = hardware.detect()
-        device, dtype = torch.device(machine.device), hardware.compute_dtype(machine)
-        model, tokenizer = open_hugging_face(folder, device, dtype)
-        result = evaluate(model, tokenizer, selected, options, folder.resolve().name)
-        return None if rank_and_world()[0] else result
 
 
 def select_tasks(bundle: Bundle, options: CoreOptions) -> list[tuple[Bundle, CoreTask]]:

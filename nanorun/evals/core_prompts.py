@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -61,6 +61,21 @@ class EncodedTask:
     suffix_lengths: np.ndarray  # (sequences,)
     scored: np.ndarray  # (sequences,) how many tokens at the end count
 
+    @classmethod
+    def from_examples(
+        cls, examples: Sequence[tuple[np.ndarray, list[np.ndarray], list[int]]], gold: Sequence[int]
+    ) -> Self:
+        """From the prefix, the suffixes and the scored counts of each example."""
+        counts = (
+            [len(prefix) for prefix, _, _ in examples],
+            [len(suffixes) for _, suffixes, _ in examples],
+            gold,
+            [len(suffix) for _, suffixes, _ in examples for suffix in suffixes],
+            [count for _, _, scored in examples for count in scored],
+        )
+        tokens = np.concatenate([part for prefix, suffixes, _ in examples for part in (prefix, *suffixes)])
+        return cls(tokens, *(np.array(each, dtype=np.int32) for each in counts))
+
     def __len__(self) -> int:
         return len(self.prefix_lengths)
 
@@ -83,7 +98,7 @@ def encode_task(
     examples = read_examples(bundle, task, content)
     count, pool = apply_cap(task, examples, cap)
     path = cache_folder() / f"{task.label}-{_cache_key(task, encoder, content, count)}.npz"
-    encoded = _load(path, count)
+    encoded = _load(path)
     if encoded is None:
         encoded = encode_examples(task, pool, count, encoder, bar)
         _store(encoded, path)
@@ -96,7 +111,7 @@ def encode_examples(
     task: CoreTask, pool: Sequence[Example], count: int, encoder: Encoder, bar: Progress | None = None
 ) -> EncodedTask:
     """Encodes the first `count` examples of the pool, with shots from all of it."""
-    parts, prefix_lengths, choices, suffix_lengths, scored = [], [], [], [], []
+    examples = []
     for start in range(0, count, _EXAMPLES_AT_ONCE):
         group = [render_prompts(task, pool, i) for i in range(start, min(start + _EXAMPLES_AT_ONCE, count))]
         flat, offsets = encoder.encode_documents([text for texts in group for text in texts], usable_cores())
@@ -105,16 +120,12 @@ def encode_examples(
         for texts in group:
             sequences, starts = scored_spans(task.kind, [next(sequences_of_group) for _ in texts])
             prefix = starts[0] if len(sequences) == 1 else common_prefix(sequences)
-            parts += [sequences[0][:prefix], *(s[prefix:] for s in sequences)]
-            prefix_lengths.append(prefix)
-            choices.append(len(sequences))
-            suffix_lengths += [len(s) - prefix for s in sequences]
-            scored += [len(s) - start for s, start in zip(sequences, starts, strict=True)]
+            scored = [len(s) - start for s, start in zip(sequences, starts, strict=True)]
+            examples.append((sequences[0][:prefix], [s[prefix:] for s in sequences], scored))
         if bar is not None:
             bar.advance(len(group))
     gold = [0 if task.kind == "language_modeling" else pool[i]["gold"] for i in range(count)]
-    counts = (np.array(c, dtype=np.int32) for c in (prefix_lengths, choices, gold, suffix_lengths, scored))
-    return EncodedTask(np.concatenate(parts), *counts)
+    return EncodedTask.from_examples(examples, gold)
 
 
 def scored_spans(kind: CoreTaskType, sequences: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
@@ -131,13 +142,9 @@ def scored_spans(kind: CoreTaskType, sequences: list[np.ndarray]) -> tuple[list[
 
 def common_prefix(sequences: Sequence[np.ndarray]) -> int:
     """The number of leading tokens that all sequences share."""
-    length = min(len(sequence) for sequence in sequences)
-    first = sequences[0][:length]
-    for other in sequences[1:]:
-        differing = np.flatnonzero(first[:length] != other[:length])
-        if len(differing):
-            length = int(differing[0])
-    return length
+    length = min(map(len, sequences))
+    same = np.all([sequence[:length] == sequences[0][:length] for sequence in sequences], axis=0)
+    return length if same.all() else int(same.argmin())
 
 
 # -- the cache on disk -------------------------------------------------------------------------------
@@ -153,19 +160,13 @@ def _cache_key(task: CoreTask, encoder: Encoder, content: bytes, count: int) -> 
     return hashlib.sha256(about.encode()).hexdigest()[:24]
 
 
-def _load(path: Path, count: int) -> EncodedTask | None:
-    """The cached file, or None if it is missing or damaged."""
+def _load(path: Path) -> EncodedTask | None:
+    """The cached file, or None if it is missing or fails its checksums."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            encoded = EncodedTask(*(stored[key] for key in _KEYS))
+            return EncodedTask(*(stored[key] for key in _KEYS))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    consistent = (
-        len(encoded.prefix_lengths) == len(encoded.choices) == len(encoded.gold) == count
-        and len(encoded.suffix_lengths) == len(encoded.scored) == int(encoded.choices.sum())
-        and len(encoded.tokens) == int(encoded.prefix_lengths.sum()) + int(encoded.suffix_lengths.sum())
-    )
-    return encoded if consistent else None
 
 
 def _store(encoded: EncodedTask, path: Path) -> None:

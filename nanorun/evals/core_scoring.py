@@ -70,9 +70,7 @@ class ScoringBatch:
     """Rows padded to one shape (B, T)."""
 
     tokens: np.ndarray  # (B, T): prefixes padded to `prefix`, then the branches
-    previous: (
-        np.ndarray
-    )  # (B, T) the token before each, which for the first of a branch is the last of the prefix
+    previous: np.ndarray  # (B, T) the token before each; of a branch's first, the last of the prefix
     positions: np.ndarray  # (B, T)
     branch: np.ndarray  # (B, T) 0 in a prefix, 1, 2... in branches, -1 for padding
     prefix: int
@@ -80,7 +78,6 @@ class ScoringBatch:
     target_rows: np.ndarray  # (targets,) the index in logit_positions of each target
     targets: np.ndarray  # (targets,)
     sequences: np.ndarray  # (targets,)
-    real_tokens: int  # without padding
 
 
 class ScoringModel(Protocol):
@@ -209,20 +206,10 @@ def make_batch(rows: Sequence[BranchedRow], multiple: int = 1) -> ScoringBatch:
             i * time + np.where(row.positions < length, row.positions, row.positions - length + prefix)
         )
     logit_positions, target_rows = np.unique(np.concatenate(indices), return_inverse=True)
-    targets, sequences = (
-        np.concatenate([getattr(row, name) for row in rows]) for name in ("targets", "sequences")
-    )
+    targets = np.concatenate([row.targets for row in rows])
+    sequences = np.concatenate([row.sequences for row in rows])
     return ScoringBatch(
-        tokens,
-        previous,
-        positions,
-        branch,
-        prefix,
-        logit_positions,
-        target_rows,
-        targets,
-        sequences,
-        real_tokens=sum(row.tokens for row in rows),
+        tokens, previous, positions, branch, prefix, logit_positions, target_rows, targets, sequences
     )
 
 
@@ -259,7 +246,7 @@ def score_tasks(
             numbers.append(batch.sequences)
             computed += batch.tokens.size
             if bar is not None:
-                bar.advance(world * batch.real_tokens)
+                bar.advance(world * int((batch.branch >= 0).sum()))
     sums = _sum_by_sequence(results, numbers, sum(len(task.scored) for task in tasks))
     sums, computed = _all_reduce(sums, computed, model.device)
     return Scores(sums[0] / sums[2], sums[1] == 0, read, 1 - read.sum() / max(computed, 1))

@@ -104,16 +104,11 @@ class NanorunLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 def as_examples(pairs: Sequence[Pair]) -> EncodedTask:
     """Consecutive pairs with the same context are the choices of one example."""
-    tokens, prefix_lengths, choices = list[int](), list[int](), list[int]()
+    examples = []
     for context, group in groupby(pairs, key=lambda pair: pair[0]):
-        continuations = [continuation for _, continuation in group]
-        tokens += [*context, *(token for continuation in continuations for token in continuation)]
-        prefix_lengths.append(len(context))
-        choices.append(len(continuations))
-    lengths = [len(continuation) for _, continuation in pairs]
-    gold = [0] * len(choices)
-    counts = (np.array(each, dtype=np.int32) for each in (prefix_lengths, choices, gold, lengths, lengths))
-    return EncodedTask(np.array(tokens, dtype=np.int64), *counts)
+        continuations = [np.array(continuation, dtype=np.int64) for _, continuation in group]
+        examples.append((np.array(context, dtype=np.int64), continuations, list(map(len, continuations))))
+    return EncodedTask.from_examples(examples, [0] * len(examples))
 
 
 if __name__ == "__main__":

@@ -82,18 +82,11 @@ def generate_replies(
         for i in indices
     ]
     with Engine(model, tokenizer, Settings(slots=slots, tool_threads=0)) as engine:
-        replies = iter(engine.generate(requests, on_reply))
+        replies = engine.generate(requests, on_reply)
+    numbered = [(i, n) for i, request in zip(indices, requests, strict=True) for n in range(request.samples)]
     return [
-        GradedReply(
-            name,
-            i,
-            sample,
-            question_text(task[i]),
-            parse_reply((r := next(replies)).ids, tokenizer),
-            r.finish,
-        )
-        for i, request in zip(indices, requests, strict=True)
-        for sample in range(request.samples)
+        GradedReply(name, i, n, question_text(task[i]), parse_reply(reply.ids, tokenizer), reply.finish)
+        for (i, n), reply in zip(numbered, replies, strict=True)
     ]
 
 
@@ -136,14 +129,11 @@ def derive_seed(*parts: object) -> int:
 def question_text(conversation: Conversation) -> str:
     """A question as plain text."""
     messages = question_messages(conversation)
-    texts = [_content_text(message["content"]) for message in messages]
+    contents = [message["content"] for message in messages]
+    texts = [c if isinstance(c, str) else "".join(part["text"] for part in c) for c in contents]
     if len(messages) == 1:
         return texts[0]
     return "\n\n".join(f"{m['role']}: {text}" for m, text in zip(messages, texts, strict=True))
-
-
-def _content_text(content: str | Sequence[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def max_slots(config: ModelConfig, device: torch.device, requested: int, itemsize: int) -> int:

@@ -1,8 +1,9 @@
 """Bits per byte counts every byte of text once, and nothing else."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,9 @@ from nanorun.text.tokenizer import train_tokenizer
 BOS = 500
 
 
-@dataclass(frozen=True)
-class Targets:
-    targets: Tensor
+def with_targets(targets: Tensor) -> Any:
+    """A batch of which only the targets matter."""
+    return SimpleNamespace(targets=targets)
 
 
 @pytest.fixture
@@ -49,16 +50,16 @@ def loss_by_token(batch) -> Tensor:
     return torch.where(batch.targets == IGNORE, float("nan"), loss)
 
 
-def test_the_mark_for_ignored_targets_is_the_loaders():
+def test_loss_and_loader_ignore_the_same_targets():
     assert LOSS_IGNORE == IGNORE
 
 
-def test_a_case_worked_out_by_hand():
+def test_a_small_case_matches_a_manual_calculation():
     # token 0: special, 1: one byte, 2: three bytes
     token_bytes = torch.tensor([0, 1, 3], dtype=torch.int32)
     batches = [
-        Targets(torch.tensor([[1, 2, 0], [2, IGNORE, IGNORE]])),
-        Targets(torch.tensor([[1, IGNORE]])),
+        with_targets(torch.tensor([[1, 2, 0], [2, IGNORE, IGNORE]])),
+        with_targets(torch.tensor([[1, IGNORE]])),
     ]
     losses = iter([torch.tensor([[1.0, 2.0, 10.0], [3.0, 99.0, float("nan")]]), torch.tensor([[4.0, 0.0]])])
     result = evaluate_bpb(lambda batch: next(losses), batches, token_bytes)
@@ -82,7 +83,7 @@ def test_a_uniform_model_needs_log2_of_the_vocabulary_for_each_token(source):
 
 @pytest.mark.parametrize("packing", ["best_fit", "stream"])
 @pytest.mark.parametrize(("rows", "context"), [(1, 16), (3, 31), (8, 64), (5, 257)])
-def test_neither_batch_nor_context_nor_packing_changes_it(source, packing, rows, context):
+def test_batch_size_context_and_packing_do_not_change_the_result(source, packing, rows, context):
     token_bytes = bytes_per_token()
     block = source.load(range(source.units))
     content = np.concatenate(
@@ -91,7 +92,7 @@ def test_neither_batch_nor_context_nor_packing_changes_it(source, packing, rows,
             for s, n in zip(block.documents.starts, block.documents.lengths, strict=True)
         ]
     )
-    text = Targets(torch.from_numpy(content.astype(np.int64)))
+    text = with_targets(torch.from_numpy(content.astype(np.int64)))
     n_bytes = int(token_bytes[text.targets].sum())
     nats = loss_by_token(text).double().sum().item()
     order = RowOrder(packing=packing, epochs=1)
@@ -101,7 +102,7 @@ def test_neither_batch_nor_context_nor_packing_changes_it(source, packing, rows,
     assert result.bpb == pytest.approx(nats / (math.log(2) * n_bytes), rel=1e-12)
 
 
-def test_three_ranks_together_get_what_one_gets(source):
+def test_three_ranks_get_the_result_of_one(source):
     token_bytes, order = bytes_per_token(), RowOrder(epochs=1)
     with Loader(source, rows=6, context=40, order=order) as loader:
         alone = evaluate_bpb(loss_by_token, loader, token_bytes)
@@ -122,11 +123,11 @@ def test_three_ranks_together_get_what_one_gets(source):
     assert (together.tokens, together.bytes) == (alone.tokens, alone.bytes)
 
 
-def test_bytes_are_those_of_the_text_even_for_characters_cut_into_several_tokens():
+def test_characters_split_over_several_tokens_count_their_bytes_once():
     texts = ["Grüße aus 東京 🎉", "plain words and plain words"]
     tokenizer = train_tokenizer(texts, 280, "small")
     ids = [i for text in texts for i in [tokenizer.bos, *tokenizer.encode(text)]]
-    batch = Targets(torch.tensor([ids]))
+    batch = with_targets(torch.tensor([ids]))
     result = evaluate_bpb(
         lambda b: torch.ones(b.targets.shape), [batch], torch.from_numpy(tokenizer.token_bytes())
     )
@@ -135,11 +136,13 @@ def test_bytes_are_those_of_the_text_even_for_characters_cut_into_several_tokens
 
 
 @pytest.mark.parametrize("batches", [[], [[[IGNORE, IGNORE]]], [[[BOS, IGNORE]]]])
-def test_nothing_to_evaluate_is_said_plainly(batches):
+def test_no_text_to_evaluate_is_a_user_error(batches):
     with pytest.raises(UserError, match="no text to evaluate on"):
-        evaluate_bpb(loss_by_token, [Targets(torch.tensor(b)) for b in batches], bytes_per_token())
+        evaluate_bpb(loss_by_token, [with_targets(torch.tensor(b)) for b in batches], bytes_per_token())
 
 
-def test_a_loss_that_is_already_a_mean_is_refused():
+def test_a_loss_that_is_already_a_mean_is_rejected():
     with pytest.raises(ValueError, match="one for each"):
-        evaluate_bpb(lambda batch: torch.tensor(1.0), [Targets(torch.tensor([[1, 2]]))], bytes_per_token())
+        evaluate_bpb(
+            lambda batch: torch.tensor(1.0), [with_targets(torch.tensor([[1, 2]]))], bytes_per_token()
+        )

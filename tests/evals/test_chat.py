@@ -93,7 +93,7 @@ def test_batches_of_1_and_of_64_give_the_same_greedy_answers(world, model):
     assert any(part["type"] == "output" for answer in found[0] for part in answer.reply), "it calculated"
 
 
-def test_what_is_sampled_for_a_question_does_not_depend_on_the_others(model):
+def test_samples_for_a_question_do_not_depend_on_other_questions(model):
     settings = ReplySettings(max_tokens=8, temperature=1.0, samples=2, seed=4)
     task, tokenizer = open_task("echo", "test"), byte_tokenizer()
     every = {
@@ -106,7 +106,7 @@ def test_what_is_sampled_for_a_question_does_not_depend_on_the_others(model):
     assert list(every.values()) != other
 
 
-def test_figures_are_means_centred_by_guessing(world):
+def test_scores_are_means_centred_by_the_baseline(world):
     result = evaluate_chat(ChatEvalOptions(tasks=TASKS, settings=ReplySettings(max_tokens=12)))
     kept = lines(world / "runs" / "tiny-sft" / "chat-000007.jsonl")
     assert result["replies"].endswith("chat-000007.jsonl")
@@ -129,7 +129,7 @@ def test_figures_are_means_centred_by_guessing(world):
     assert kept[1]["reply"][0]["type"] == "text"
 
 
-def test_wilson_intervals_are_those_of_the_tables():
+def test_wilson_intervals_match_published_values():
     for share, n, low, high in ((0.5, 10, 0.2366, 0.7634), (0.0, 10, 0.0, 0.2775), (0.9, 50, 0.7864, 0.9565)):
         assert wilson_interval(share, n) == pytest.approx((low, high), abs=1e-4)
     assert wilson_interval(1.0, 3)[1] == pytest.approx(1.0)
@@ -142,7 +142,7 @@ def test_wilson_intervals_are_those_of_the_tables():
     assert 0.93 < inside / 2000 < 0.97
 
 
-def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
+def test_pass_at_k_is_the_probability_that_one_of_k_samples_is_correct():
     rewards = [[1.0, 0.0, 0.0, 1.0, 0.5, 0.0], [0.0] * 6, [1.0] * 6]
     found = pass_at_k(rewards)
     assert list(found) == ["1", "2", "4", "6"]
@@ -154,7 +154,7 @@ def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
         assert share == pytest.approx(sum(chances) / 3)
 
 
-def test_a_few_questions_are_from_all_over_the_task_and_always_the_same():
+def test_a_limited_selection_covers_the_whole_task_and_never_changes():
     few = select_questions(1000, 50)
     assert few == select_questions(1000, 50)
     assert len(set(few)) == 50
@@ -176,7 +176,7 @@ def test_letters_are_chosen_without_generating(world, monkeypatch):
     }
 
 
-def test_the_letter_is_the_likeliest_however_it_is_spelled(model):
+def test_the_most_likely_letter_counts_all_its_tokens(model):
     """One token, two spellings of one, or several tokens: always what the whole distribution says."""
     tokenizer = byte_tokenizer()
     prompts = [
@@ -214,7 +214,7 @@ def test_a_question_may_have_fewer_letters_than_others(model):
     assert [answer.reply[0]["text"] for answer in answers] == list("BABABA")
 
 
-def test_questions_longer_than_the_context_lose_their_beginning(model):
+def test_questions_longer_than_the_context_are_truncated_from_the_left(model):
     class Long(Echo):
         letters = None
 
@@ -235,7 +235,7 @@ def test_questions_longer_than_the_context_lose_their_beginning(model):
 # -- answering here, judging there -------------------------------------------------------------------
 
 
-def test_answers_are_kept_here_and_judged_there(world, tmp_path, monkeypatch, capsys):
+def test_replies_are_saved_on_one_machine_and_graded_on_another(world, tmp_path, monkeypatch, capsys):
     tasks = ("echo", "sandboxed", "pick")
     whole = evaluate_chat(ChatEvalOptions(tasks=tasks, settings=ReplySettings(max_tokens=8)))
     monkeypatch.setattr(Sandboxed, "here", False)
@@ -261,7 +261,7 @@ def test_answers_are_kept_here_and_judged_there(world, tmp_path, monkeypatch, ca
     assert all(line["reward"] is not None for line in lines(tmp_path / "answers-judged.jsonl")[1:])
 
 
-def test_answers_to_other_questions_are_not_judged(world, tmp_path, monkeypatch):
+def test_replies_to_other_questions_are_not_graded(world, tmp_path, monkeypatch):
     file = tmp_path / "answers.jsonl"
     evaluate_chat(ChatEvalOptions(tasks=["echo"], max_per_task=5, replies_file=file))
     monkeypatch.setattr(Echo, "ask", staticmethod(lambda dice: "zz"))
@@ -269,7 +269,7 @@ def test_answers_to_other_questions_are_not_judged(world, tmp_path, monkeypatch)
         grade_file(file)
 
 
-def test_a_file_cannot_have_code_run_that_nobody_named(world, tmp_path):
+def test_a_file_cannot_run_code_that_the_user_did_not_name(world, tmp_path):
     file, code = tmp_path / "answers.jsonl", f"{HERE}:Echo"
     kept = evaluate_chat(ChatEvalOptions(tasks=[code], max_per_task=5, replies_file=file))
     with pytest.raises(UserError, match=f"add --tasks {code}"):
@@ -280,14 +280,14 @@ def test_a_file_cannot_have_code_run_that_nobody_named(world, tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "no json", '{"format": "other"}', "[1]", '{"format": "nanorun-replies"}\n{}']
 )
-def test_a_file_of_something_else_is_a_sentence(tmp_path, text):
+def test_an_invalid_file_of_replies_is_a_user_error(tmp_path, text):
     (tmp_path / "file").write_text(text)
     with pytest.raises(UserError, match="is not what eval chat --keep writes"):
         grade_file(tmp_path / "file")
 
 
 @pytest.mark.parametrize("reward", [1.5, -0.1, float("nan")])
-def test_a_reward_out_of_bounds_is_a_sentence(world, monkeypatch, reward):
+def test_a_reward_out_of_bounds_is_a_user_error(world, monkeypatch, reward):
     monkeypatch.setattr(Echo, "reward", lambda *_: reward)
     with pytest.raises(UserError, match="from 0 to 1"):
         evaluate_chat(ChatEvalOptions(tasks=["echo"], max_per_task=2))
@@ -323,11 +323,11 @@ def test_the_command_line_prints_a_table_or_a_record(world, capsys, monkeypatch)
         (["--tasks", "echo", "--keep", "/nowhere/file"], "cannot be written"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_code_2(world, args, words, mistake):
+def test_a_user_error_is_one_sentence_with_exit_code_2(world, args, words, mistake):
     assert words in mistake(["eval", "chat", *args])
 
 
-def test_tasks_of_chatcore_that_are_not_here_are_left_out(world, monkeypatch, capsys):
+def test_missing_tasks_of_chatcore_are_left_out(world, monkeypatch, capsys):
     monkeypatch.setattr(chat, "SAMPLE_TASKS", ("echo", "absent", "pick"))
 
     def some(spec, split, *_):
@@ -344,6 +344,6 @@ def test_tasks_of_chatcore_that_are_not_here_are_left_out(world, monkeypatch, ca
         evaluate_chat(ChatEvalOptions())
 
 
-def test_seeds_have_room_for_samples():
+def test_seeds_leave_room_for_the_samples_of_a_request():
     assert all(0 <= derive_seed(a, "x", b) < 2**61 for a in range(50) for b in range(50))
     assert len({derive_seed(0, "x", b) for b in range(1000)}) == 1000

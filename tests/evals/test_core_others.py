@@ -44,7 +44,7 @@ def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_hugging_face_model_gets_the_same_verdicts_one_at_a_time_and_batched(tiny_gpt2):
+def test_a_hugging_face_model_gets_the_same_results_batched_and_one_at_a_time(tiny_gpt2):
     model, tokenizer = open_hugging_face(tiny_gpt2, CPU, torch.float32)
     assert model.context == 128
     for kind in ("multiple_choice", "schema", "language_modeling"):
@@ -68,7 +68,7 @@ def test_a_folder_is_evaluated_offline_by_the_command_line(tiny_gpt2, home, tmp_
     assert len(result["tasks"]) == 4
 
 
-def test_a_folder_that_is_no_model_is_one_sentence(tmp_path, monkeypatch):
+def test_a_folder_without_a_model_is_a_user_error(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=r"has no config\.json"):
@@ -79,7 +79,7 @@ def test_a_folder_that_is_no_model_is_one_sentence(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_without_transformers_one_is_told_what_to_install(tmp_path, monkeypatch):
+def test_missing_transformers_is_reported_with_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="pip install transformers"):
         open_hugging_face(tmp_path, CPU, torch.float32)

@@ -42,7 +42,7 @@ def test_a_schema_prompt_has_each_context_and_the_common_end():
     ]
 
 
-def test_a_text_to_go_on_with_is_given_without_and_with_its_continuation_and_loses_blanks():
+def test_a_language_modeling_prompt_is_rendered_without_and_with_its_continuation():
     pool = [
         {"context": "  The sky is\n", "continuation": "blue"},
         {"context": "Grass is ", "continuation": "green"},
@@ -58,7 +58,7 @@ def test_a_text_to_go_on_with_is_given_without_and_with_its_continuation_and_los
 
 
 @pytest.mark.parametrize(("count", "shots"), [(4, 3), (12, 5), (40, 10), (1000, 10), (5, 0)])
-def test_shots_are_drawn_as_the_rule_says(count, shots):
+def test_shots_follow_the_published_rule(count, shots):
     pool = [{"query": str(i)} for i in range(count)]
     for index in {0, 1, count // 2, count - 1}:
         others = [i for i in range(count) if i != index]
@@ -84,7 +84,7 @@ def as_text(tokens: np.ndarray) -> str:
     return tokenizer.decode([int(t) for t in tokens if t != tokenizer.bos])
 
 
-def test_what_counts_is_what_choices_do_not_share():
+def test_scored_tokens_are_those_that_choices_do_not_share():
     pool = [{"query": "Is it", "choices": ["blue sky", "blue sea"], "gold": 1}]
     encoded = encode_examples(task("multiple_choice"), pool, 1, byte_tokenizer())
     ((prefix, suffixes, scored),) = encoded.examples()
@@ -95,7 +95,7 @@ def test_what_counts_is_what_choices_do_not_share():
     assert encoded.gold.tolist() == [1]
 
 
-def test_what_counts_of_a_schema_is_the_end_that_all_share():
+def test_scored_tokens_of_a_schema_are_the_common_suffix():
     pool = [{"context_options": ["Sam", "Ann B"], "continuation": "ran", "gold": 0}]
     ((prefix, suffixes, scored),) = encode_examples(task("schema"), pool, 1, byte_tokenizer()).examples()
     assert as_text(prefix) == ""
@@ -103,7 +103,7 @@ def test_what_counts_of_a_schema_is_the_end_that_all_share():
     assert scored.tolist() == [4, 4]  # " ran"
 
 
-def test_what_counts_of_a_continuation_follows_the_prompts_own_tokens():
+def test_scored_tokens_of_a_continuation_follow_the_prompt():
     pool = [{"context": "2, 3,", "continuation": "4"}]
     ((prefix, suffixes, scored),) = encode_examples(
         task("language_modeling"), pool, 1, byte_tokenizer()
@@ -111,7 +111,7 @@ def test_what_counts_of_a_continuation_follows_the_prompts_own_tokens():
     assert (as_text(prefix), as_text(suffixes[0]), scored.tolist()) == ("2, 3,", " 4", [2])
 
 
-def test_something_counts_of_every_choice_even_of_one_that_begins_another():
+def test_every_choice_has_a_scored_token_even_a_prefix_of_another():
     short, long = np.array([9, 1, 2]), np.array([9, 1, 2, 3])
     assert scored_spans("multiple_choice", [short, long])[1] == [2, 2]
     assert scored_spans("multiple_choice", [short, short])[1] == [2, 2]
@@ -119,7 +119,7 @@ def test_something_counts_of_every_choice_even_of_one_that_begins_another():
     assert common_prefix([short, long]) == 3
 
 
-def test_prompts_are_made_once_for_a_tokenizer_a_task_and_a_cap(home, tmp_path):
+def test_prompts_are_encoded_once_per_tokenizer_task_and_cap(home, tmp_path):
     bundle = open_bundle(small_bundle(tmp_path / "bundle"))
     first, *_ = read_tasks(bundle)
     made, of = encode_task(bundle, first, byte_tokenizer(), 5)
@@ -136,7 +136,7 @@ def test_prompts_are_made_once_for_a_tokenizer_a_task_and_a_cap(home, tmp_path):
     assert np.array_equal(repaired.tokens, made.tokens)
 
 
-def test_tasks_are_chosen_by_name_or_by_the_beginning_of_it(tmp_path):
+def test_tasks_are_selected_by_name_or_first_part(tmp_path):
     bundle = open_bundle(small_bundle(tmp_path))
     tasks = read_tasks(bundle)
 
@@ -152,7 +152,7 @@ def test_tasks_are_chosen_by_name_or_by_the_beginning_of_it(tmp_path):
         chosen("mmlu")
 
 
-def test_mmlu_in_its_own_form_becomes_a_question_answered_by_a_letter(tmp_path):
+def test_mmlu_in_its_own_format_becomes_a_question_answered_by_a_letter(tmp_path):
     lines = [{"question": f"{i}?", "choices": ["w", "x", "y", "z"], "answer": i % 4} for i in range(9)]
     (tmp_path / "mmlu_test.jsonl").write_text("\n".join(map(json.dumps, lines)))
     bundle, mmlu = open_mmlu(tmp_path / "mmlu_test.jsonl")
@@ -162,7 +162,7 @@ def test_mmlu_in_its_own_form_becomes_a_question_answered_by_a_letter(tmp_path):
     assert len(draw_shots(mmlu, read_examples(bundle, mmlu), 0)) == 5
 
 
-def test_the_stand_in_is_called_one():
+def test_the_stand_in_for_coqa_is_labelled():
     assert display_name("coqa", 495) == "coqa (stand-in)"
     assert display_name("coqa", 7983) == "coqa"
     assert display_name("boolq", 495) == "boolq"
@@ -196,7 +196,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_bad_bundle_is_one_sentence(tmp_path, mistake):
+def test_an_invalid_bundle_is_a_user_error(tmp_path, mistake):
     break_it, words = MISTAKES[mistake]
     break_it(small_bundle(tmp_path))
     with pytest.raises(UserError) as error:
@@ -218,7 +218,7 @@ def test_a_bad_bundle_is_one_sentence(tmp_path, mistake):
         ("language_modeling", '{"context": "b", "continuation": 8}', "no text 'continuation'"),
     ],
 )
-def test_a_bad_example_is_named_by_its_line(tmp_path, kind, line, words):
+def test_an_invalid_example_is_reported_with_its_line(tmp_path, kind, line, words):
     about = {"icl_task_type": kind, "num_fewshot": [0], "examples": questions(kind, 2)}
     bundle = open_bundle(write_bundle(tmp_path, {"t": about}))
     file = tmp_path / "eval_data" / "some" / "t.jsonl"
@@ -227,7 +227,7 @@ def test_a_bad_example_is_named_by_its_line(tmp_path, kind, line, words):
         read_examples(bundle, read_tasks(bundle)[0])
 
 
-def test_too_few_examples_for_the_shots_are_one_sentence(tmp_path):
+def test_too_few_examples_for_the_shots_are_a_user_error(tmp_path):
     about = {"icl_task_type": "schema", "num_fewshot": [5], "examples": questions("schema", 5)}
     bundle = open_bundle(write_bundle(tmp_path, {"t": about}))
     with pytest.raises(UserError, match="has 5 examples, too few for 5 shots"):
