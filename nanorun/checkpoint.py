@@ -314,33 +314,29 @@ def _write(path: Path, parts: Iterable[memoryview | bytes]) -> dict[str, Any]:
     return {"bytes": written, "sha256": digest.hexdigest()}
 
 
-def _read_checksums(path: Path) -> dict[str, dict[str, Any]]:
+def _check_sizes(path: Path) -> dict[str, str]:
+    """The checksum of each file, if all have the length that checksums.json says."""
     try:
         files = json.loads((path / CHECKSUMS).read_bytes())["files"]
-        return {name: {"bytes": int(files[name]["bytes"]), "sha256": files[name]["sha256"]} for name in FILES}
+        entries = {name: (int(files[name]["bytes"]), files[name]["sha256"]) for name in FILES}
     except FileNotFoundError:
         raise Damaged(f"{CHECKSUMS} is missing") from None
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{CHECKSUMS} cannot be read") from error
-
-
-def _check_sizes(path: Path) -> dict[str, dict[str, Any]]:
-    sums = _read_checksums(path)
-    for name, entry in sums.items():
-        file = path / name
-        if not file.is_file():
+    for name, (length, _) in entries.items():
+        if not (path / name).is_file():
             raise Damaged(f"{name} is missing")
-        short = entry["bytes"] - file.stat().st_size
+        short = length - (path / name).stat().st_size
         if short:
             raise Damaged(f"{name} is {abs(short):,} bytes {'short' if short > 0 else 'too long'}")
-    return sums
+    return {name: checksum for name, (_, checksum) in entries.items()}
 
 
 def _verify(path: Path) -> None:
     try:
-        for name, entry in _check_sizes(path).items():
+        for name, checksum in _check_sizes(path).items():
             with open(path / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
                     raise Damaged(f"{name} does not match its checksum")
     except OSError as error:
         if error.errno in (errno.EIO, errno.ENOENT):

@@ -332,8 +332,6 @@ def scale(
     elif horizon.flops is not None:
         tokens = horizon.flops / model.flops_per_token
     data_ratio = tokens / (ratio * reference.scaling_parameters)  # to the reference model's tokens
-    if horizon.steps is not None:
-        data_ratio = model.scaling_parameters / reference.scaling_parameters
     if batch_tokens is None:
         batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * data_ratio**0.383))
         batch_tokens = max(batch_tokens, context)

@@ -60,7 +60,7 @@ class Progress:
         self._lock = threading.Lock()
         self._note = ""  # shown until it is replaced
         self._last_line = time.monotonic()
-        self._samples = deque([(self._last_line, done)], maxlen=_MAX_SAMPLES)
+        self._samples = deque([(self._last_line, done)])
         self._bar: Any = None  # rich's live bar, on a terminal
         self._bar_task: Any = None
 
@@ -109,9 +109,7 @@ class Progress:
         finally:
             away = time.monotonic() - start
             with self._lock:
-                self._samples = deque(
-                    ((when + away, done) for when, done in self._samples), maxlen=_MAX_SAMPLES
-                )
+                self._samples = deque((when + away, done) for when, done in self._samples)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

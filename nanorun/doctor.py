@@ -93,9 +93,7 @@ def _home() -> Finding:
     folder = home.home().resolve()
     is_set = os.environ.get("NANORUN_HOME")
     source = "NANORUN_HOME" if is_set else "the current folder; NANORUN_HOME selects another"
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     advice = "set NANORUN_HOME to a folder of yours"
     if not existing.is_dir():
         return Finding("home", "missing", f"{folder} is not a folder: {existing} is a file", advice)

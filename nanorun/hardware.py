@@ -130,10 +130,8 @@ def matmul_tflops(found: Hardware, seconds: float = 0.3) -> float:
     """The best of a few large matmuls in the dtype of training, in about this many seconds."""
     import torch
 
-    half = torch.bfloat16 if found.native_bf16 else torch.float16
-    dtype = half if found.device == "cuda" else torch.float32
     side = 512 if found.device == "cpu" else 8192
-    a = torch.ones(side, side, dtype=dtype, device=found.device)
+    a = torch.ones(side, side, dtype=compute_dtype(found), device=found.device)
     best, end = float("inf"), time.perf_counter() + seconds
     a @ a  # the first call also loads libraries
     while time.perf_counter() < end or best == float("inf"):
@@ -185,9 +183,7 @@ def machine_memory() -> int:
 
 def free_disk(folder: Path) -> int:
     """Free bytes on the disk of `folder`, which need not exist yet."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
 
 
 def _cpu_name() -> str:

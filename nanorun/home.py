@@ -81,7 +81,8 @@ def new_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
             raise taken
         work.mkdir()
         yield work
-        _sync_files(work)
+        for path in [*work.iterdir(), work]:  # the files first: the rename publishes what is on disk
+            sync(path)
         if final.exists() and not replace:  # another process was first
             raise taken
         old = final.parent / f".{final.name}.old-{me}"
@@ -154,12 +155,6 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         pass  # another user's
     return True
-
-
-def _sync_files(folder: Path) -> None:
-    """Files first, then their folder, so that the rename publishes what is on disk."""
-    for path in [*folder.iterdir(), folder]:
-        sync(path)
 
 
 def sync(path: Path) -> None:

@@ -41,9 +41,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class Run:
     """`with Run.open(name, config) as run: run.log({...})`."""
 
-    def __init__(self, name: str, folder: Path, config: dict[str, Any], lock: IO[bytes] | None) -> None:
-        self.name, self.folder, self.config = name, folder, config
-        self._lock = lock  # None: a run that writes nothing, such as that of a benchmark
+    def __init__(self, name: str, folder: Path, lock: IO[bytes] | None = None) -> None:
+        self.name, self.folder = name, folder
+        self._lock = lock  # None: in a temporary folder, such as that of a benchmark
         self._metrics: int | None = None  # a file descriptor, opened by the first record
         self._synced_at = 0.0
 
@@ -74,7 +74,7 @@ class Run:
                 f"The run folder {folder} cannot be written ({error.strerror}): free space or fix the permissions "
                 "there, or set NANORUN_HOME to another folder."
             ) from error
-        return cls(name, folder, stored, handle)
+        return cls(name, folder, handle)
 
     @property
     def checkpoints(self) -> Path:
@@ -82,8 +82,6 @@ class Run:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Appends one line, which survives a kill at once and a power failure after a few seconds."""
-        if self._lock is None:
-            return
         line = (json.dumps(_to_json(record), allow_nan=False) + "\n").encode()
         path = self.folder / METRICS
         if self._metrics is None:
@@ -104,7 +102,7 @@ class Run:
     def rewind_metrics(self, step: int) -> int:
         """Removes what was logged after `step`, which is about to run again. Returns the number of lines removed."""
         path = self.folder / METRICS
-        if self._lock is None or not path.exists():
+        if not path.exists():
             return 0
         self._close_metrics()
         lines = path.read_bytes().splitlines(keepends=True)
@@ -115,8 +113,7 @@ class Run:
         return len(lines) - len(kept)
 
     def write_summary(self, record: Mapping[str, Any]) -> None:
-        if self._lock is not None:
-            write_json(self.folder / SUMMARY, _to_json(record))
+        write_json(self.folder / SUMMARY, _to_json(record))
 
     def close(self) -> None:
         self._close_metrics()
@@ -304,7 +301,6 @@ _OPTIONS = {
     "train.seed": "--seed",
     "train.save_every": "--save-every",
     "train.eval_every": "--eval-every",
-    "model.recompute": "--recompute",
 }
 
 

@@ -117,16 +117,13 @@ def run() -> dict[str, Any]:
         estimated, took = estimated + stage.seconds, took + spent
         say(f"    done in {seconds(spent)}")
         records.append({"stage": stage.name, "did": stage.doing, "seconds": round(spent, 1)})
-    summaries = {name: _read(home.runs_dir() / name / SUMMARY) for name in (BASE, MID, SFT, RL)}
+    runs = {"base": BASE, "mid": MID, "sft": SFT, "rl": RL}
     return record(
         "speedrun",
         stages=records,
         seconds=round(time.perf_counter() - start, 3),
         home=str(home.home()),
-        base=summaries[BASE],
-        mid=summaries[MID],
-        sft=summaries[SFT],
-        rl=summaries[RL],
+        **{stage: _read(home.runs_dir() / name / SUMMARY) for stage, name in runs.items()},
         exams={name: _read(home.runs_dir() / name / EXAM) for name in (SFT, RL)},
         answers=answers(QUESTIONS),
     )

@@ -120,8 +120,8 @@ def test_the_micro_batch_never_exceeds_the_step(none):
 
 def test_a_model_that_fits_only_with_recompute_is_planned_with_it(none):
     long = {"context": 16_384}  # one row then keeps more than a model needs as scratch memory
-    depth = deepest("rtx4090", recipe=RECOMPUTE, **long)
-    assert depth > deepest("rtx4090", **long) > 12
+    depth = deepest(GPUS["rtx4090"], recipe=RECOMPUTE, **long)
+    assert depth > deepest(GPUS["rtx4090"], **long) > 12
     plan = make_plan(scale(depth, VOCAB, **long), "rtx4090", results=none)
     assert plan.recompute
     assert plan.fits
@@ -130,17 +130,17 @@ def test_a_model_that_fits_only_with_recompute_is_planned_with_it(none):
 
 
 def test_a_model_that_does_not_fit_gets_a_suggestion(none):
-    plan = make_plan(scale(deepest("t4", recipe=RECOMPUTE) + 2, VOCAB), "t4", results=none)
+    plan = make_plan(scale(deepest(GPUS["t4"], recipe=RECOMPUTE) + 2, VOCAB), "t4", results=none)
     assert not plan.fits
-    assert f"d{deepest('t4', recipe=RECOMPUTE)}" in plan_table(plan)
+    assert f"d{deepest(GPUS['t4'], recipe=RECOMPUTE)}" in plan_table(plan)
     too_many = make_plan(scale(12, VOCAB), "t4", device_batch=256, results=none)
     assert not too_many.fits
     assert "--device-batch 32" in plan_table(too_many)
 
 
 def test_the_deepest_model_grows_with_memory_and_gpus():
-    assert deepest("t4") < deepest("a100-40") < deepest("h100") < deepest("h200")
-    assert deepest("h100", gpus=8) > deepest("h100")
+    assert deepest(GPUS["t4"]) < deepest(GPUS["a100-40"]) < deepest(GPUS["h100"]) < deepest(GPUS["h200"])
+    assert deepest(GPUS["h100"], gpus=8) > deepest(GPUS["h100"])
     assert deepest(replace(GPUS["t4"], memory_gb=1.0)) == 0
 
 

@@ -34,7 +34,7 @@ measured. Not counted: CUDA's context and fragmentation (`_RESERVE_GB`, `_USABLE
 from nanorun import hardware
 from nanorun.config import ModelConfig, scale_model
 from nanorun.errors import UserError
-from nanorun.hardware import Gpu, named_gpu
+from nanorun.hardware import Gpu
 from nanorun.model.fast.loss import SLICE_LOGITS
 from nanorun.model.fast.recipe import DEFAULT_RECIPE, Fp8, Recipe, default_fp8
 from nanorun.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_GPU
@@ -153,14 +153,9 @@ def largest_batch(model: ModelConfig, gpu: Gpu, gpus: int = 1, recipe: Recipe = 
 
 
 def deepest(
-    gpu: Gpu | str,
-    gpus: int = 1,
-    vocab_size: int = 32768,
-    context: int = 2048,
-    recipe: Recipe = DEFAULT_RECIPE,
+    gpu: Gpu, gpus: int = 1, vocab_size: int = 32768, context: int = 2048, recipe: Recipe = DEFAULT_RECIPE
 ) -> int:
     """The largest depth that trains with one row at a time, 0 when none does."""
-    gpu = named_gpu(gpu) if isinstance(gpu, str) else gpu
     depth = 0
     while depth < _MAX_DEPTH and _fits(scale_model(depth + 1, vocab_size, context), 1, gpu, gpus, recipe):
         depth += 1

@@ -46,6 +46,6 @@ def started(config: Config, options: base.BaseOptions) -> Iterator[tuple[loop.Tr
     """A training in a temporary run folder, and when its assembly started."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        training = base.assemble(config, Run("temporary", Path(folder), {}, None), options, None)
+        training = base.assemble(config, Run("temporary", Path(folder)), options, None)
         with training.loader:
             yield training, start
