@@ -104,11 +104,9 @@ class Tokenizer:
                 name, pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=_NEVER_ALLOWED
             )
         except ValueError as error:
-            raise UserError(
-                f"The split pattern of tokenizer {name!r} is not a valid regular expression ({error}): "
-                "train it again or copy its folder again."
+            raise _damaged(
+                f"The split pattern of tokenizer {name!r} is not a valid regular expression ({error})"
             ) from error
-        self._pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size})"
@@ -120,8 +118,6 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ordinary tokens only, whatever the text contains; no BOS."""
-        if len(text) <= _BLOCK:
-            return self._engine.encode_ordinary(_valid(text))
         return [i for piece in _pieces(_valid(text)) for i in self._engine.encode_ordinary(piece)]
 
     def encode_documents(self, texts: Sequence[str], threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -130,11 +126,11 @@ class Tokenizer:
         Text i is `tokens[offsets[i]:offsets[i + 1]]`. The result does not depend on `threads`.
         """
         # Chunks are small so that all threads finish at about the same time.
-        chunks = _chunks(texts, 32 * threads) if threads > 1 else [texts]
-        if len(chunks) > 1:
-            parts = list(self._pool(threads).map(self._encode_chunk, chunks))
+        if threads > 1:
+            chunks = _chunks(texts, 32 * threads)
+            parts = list(_pool(threads, os.getpid()).map(self._encode_chunk, chunks))
         else:
-            parts = [self._encode_chunk(chunk) for chunk in chunks]
+            parts = [self._encode_chunk(texts)]
         offsets = np.zeros(len(texts) + 1, dtype=np.int64)
         np.cumsum(np.concatenate([lengths for _, lengths in parts]), out=offsets[1:])
         tokens = parts[0][0] if len(parts) == 1 else np.concatenate([flat for flat, _ in parts])
@@ -149,23 +145,10 @@ class Tokenizer:
         return flat, lengths
 
     def _encode_array(self, text: str) -> np.ndarray:
-        if len(text) > _BLOCK:
-            pieces = _pieces(_valid(text))
-            if len(pieces) > 1:
-                return np.concatenate([self._encode_array_whole(piece) for piece in pieces])
-        return self._encode_array_whole(text)
-
-    def _encode_array_whole(self, text: str) -> np.ndarray:
-        try:
-            return self._engine.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:
-            return self._engine.encode_to_numpy(_valid(text), disallowed_special=())
-
-    def _pool(self, threads: int) -> ThreadPoolExecutor:
-        key = (os.getpid(), threads)  # a forked child must not use its parent's threads
-        if key not in self._pools:
-            self._pools[key] = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        return self._pools[key]
+        pieces = [
+            self._engine.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(_valid(text))
+        ]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     # -- decoding ------------------------------------------------------------------------------------
 
@@ -229,9 +212,8 @@ class Tokenizer:
         config = _read_config(folder / CONFIG_FILE)
         ranks_text = read_capped(folder / _RANKS_FILE, MAX_RANKS_BYTES)
         if hashlib.sha256(ranks_text).hexdigest() != config["ranks_sha256"]:
-            raise UserError(
-                f"{folder / _RANKS_FILE} is damaged (its checksum differs from the one in {CONFIG_FILE}): "
-                "copy the tokenizer folder again or train it again."
+            raise _damaged(
+                f"{folder / _RANKS_FILE} is damaged (its checksum differs from the one in {CONFIG_FILE})"
             )
         tokenizer = cls(
             check_name(config["name"], "tokenizer"),
@@ -242,9 +224,9 @@ class Tokenizer:
             trained_on=config["trained_on"],
         )
         if tokenizer.vocab_size != config["vocab_size"]:
-            raise UserError(
+            raise _damaged(
                 f"{folder / CONFIG_FILE} says vocab_size {config['vocab_size']} but its tokens make "
-                f"{tokenizer.vocab_size}: copy the tokenizer folder again or train it again."
+                f"{tokenizer.vocab_size}"
             )
         return tokenizer
 
@@ -329,6 +311,12 @@ def _pieces(text: str) -> list[str]:
     return pieces
 
 
+@functools.cache  # threads that stay have their compiled pattern at hand
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """`process` is the caller's: a forked child must not use its parent's threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="encode")
+
+
 def _chunks(texts: Sequence[str], wanted: int) -> list[Sequence[str]]:
     """Groups of consecutive texts, at most about `wanted`, with similar numbers of characters."""
     target = sum(map(len, texts)) / wanted
@@ -346,9 +334,13 @@ def _chunks(texts: Sequence[str], wanted: int) -> list[Sequence[str]]:
 # -- checks ------------------------------------------------------------------------------------------
 
 
+def _damaged(fault: str) -> UserError:
+    return UserError(f"{fault}: copy the tokenizer folder again or train it again.")
+
+
 def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int], bos: str) -> None:
     def fail(fault: str) -> UserError:
-        return UserError(f"Tokenizer {name!r} {fault}: copy its folder again or train it again.")
+        return _damaged(f"Tokenizer {name!r} {fault}")
 
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise fail(f"has ranks that are not 0 to {len(ranks) - 1}, each once")
@@ -387,24 +379,19 @@ def parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
             token, rank = line.split(b" ")
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise UserError(
-                f"{path} line {number} is not 'base64 rank': copy the folder again or train it again."
-            ) from None
+            raise _damaged(f"{path} line {number} is not 'base64 rank'") from None
         if len(ranks) > MAX_VOCAB:
             raise UserError(f"{path} has more than {MAX_VOCAB} ranks: it is not a nanorun tokenizer.")
     return ranks
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    def fail(fault: str) -> UserError:
-        return UserError(f"{path} {fault}: copy the tokenizer folder again or train it again.")
-
     try:
         config = json.loads(read_capped(path, _MAX_CONFIG_BYTES).decode("utf-8"))
     except (ValueError, RecursionError):
-        raise fail("is not JSON") from None
+        raise _damaged(f"{path} is not JSON") from None
     if not isinstance(config, dict) or config.get("format") != _FORMAT:
-        raise fail(f"is not a {_FORMAT} file")
+        raise _damaged(f"{path} is not a {_FORMAT} file")
     if config.get("version") != _VERSION:
         raise UserError(
             f"{path} has version {config.get('version')!r} and this nanorun reads {_VERSION}: update nanorun "
@@ -421,7 +408,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     }
     for field, kind in kinds.items():
         if type(config.get(field)) is not kind:
-            raise fail(f"lacks a valid {field!r}")
+            raise _damaged(f"{path} lacks a valid {field!r}")
     if any(type(token_id) is not int for token_id in config["special_tokens"].values()):
-        raise fail("has a special token whose id is not an integer")
+        raise _damaged(f"{path} has a special token whose id is not an integer")
     return config
