@@ -69,18 +69,15 @@ def python_path() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def namespace_options() -> list[str]:
-    return [*(f"--unshare-{name}" for name in NAMESPACES), "--die-with-parent", "--new-session"]
-
-
-def file_system_options() -> list[str]:
-    """Builds the file system from an empty root to the final read-only state."""
+def isolation_options() -> list[str]:
+    """Opens the namespaces, and builds the file system from an empty root to the final read-only state."""
     prefix = os.path.realpath(sys.base_prefix)
     wanted = [python_path(), "/etc/ld.so.cache"]
     wanted += [f"{root}/{lib}" for root in ("", "/usr", prefix) for lib in ("lib", "lib64")]
     present = [Path(path) for path in dict.fromkeys(wanted) if os.path.exists(path)]
     folders = {parent for path in present for parent in path.parents} | {Path("/dev")}
-    options = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    options = [*(f"--unshare-{name}" for name in NAMESPACES), "--die-with-parent", "--new-session"]
+    options += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     for folder in sorted(folders - {Path("/"), Path("/tmp")}):
         if not folder.is_symlink():
             options += ["--perms", "0755", "--dir", str(folder)]

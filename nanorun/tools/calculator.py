@@ -81,8 +81,10 @@ def _evaluate(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=bool() | int() | float() | str() as value):
             return value
-        case ast.List(elts=items) if not any(isinstance(item, ast.List) for item in items):
-            return _flat([_value(item) for item in items])
+        case ast.List(elts=items):
+            elements = [_value(item) for item in items]
+            if not any(isinstance(element, list) for element in elements):
+                return elements
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
             return _UNARY[type(op)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
@@ -141,12 +143,6 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str) else 1
 
 
-def _flat(items: list[Any]) -> list[Any]:
-    if any(isinstance(item, list) for item in items):
-        raise ToolError(_UNKNOWN)
-    return items
-
-
 def _text_or_list(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise TypeError
@@ -185,14 +181,9 @@ def _power(a: Any, b: Any) -> Any:
     return a**b
 
 
-def _arithmetic(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on numbers only: `%` on a string would format it."""
-
-    def of_numbers(*values: Any) -> Any:
-        _numbers(*values)
-        return operation(*values)
-
-    return of_numbers
+def _modulo(a: Any, b: Any) -> Any:
+    _numbers(a, b)  # `%` on a string would format it
+    return a % b
 
 
 _UNARY: dict[type[ast.AST], Callable[[Any], Any]] = {
@@ -206,7 +197,7 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Mult: _multiply,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: _arithmetic(operator.mod),
+    ast.Mod: _modulo,
     ast.Pow: _power,
 }
 _COMPARE: dict[type[ast.AST], Callable[[Any, Any], Any]] = {

@@ -43,22 +43,13 @@ class ToolCall:
 class ToolState:
     """The parser state of one reply. Push the sampled tokens; those that `answer` forces need not be pushed."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        function: ToolFunction = calculate,
-        *,
-        max_calls: int = MAX_CALLS,
-        max_code_tokens: int = MAX_CODE_TOKENS,
-        max_output_tokens: int = MAX_OUTPUT_TOKENS,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, function: ToolFunction = calculate) -> None:
         self._tokenizer, self._function = tokenizer, function
         self._python_start, self._python_end, self._output_start, self._output_end = (
             tokenizer.special[f"<|{at}|>"]
             for at in ("python_start", "python_end", "output_start", "output_end")
         )
-        self._max_code, self._max_output = max_code_tokens, max_output_tokens
-        self._calls_left = self._max_calls = max_calls
+        self._calls_left = MAX_CALLS
         self._code: list[int] | None = None  # None: not in a call
 
     def push(self, token_id: int) -> ToolCall | None:
@@ -74,8 +65,8 @@ class ToolState:
             self._code = None  # the reply ends in the middle of a call
             return None
         self._code.append(token_id)
-        if len(self._code) > self._max_code:
-            return self._complete(f"the code is longer than {self._max_code} tokens", closed=False)
+        if len(self._code) > MAX_CODE_TOKENS:
+            return self._complete(f"the code is longer than {MAX_CODE_TOKENS} tokens", closed=False)
         return None
 
     def answer(self, call: ToolCall) -> list[int]:
@@ -84,7 +75,8 @@ class ToolState:
 
     def result(self, call: ToolCall, text: str) -> list[int]:
         """The tokens that follow a call with this output."""
-        ids = self._tokenizer.encode(text[: _MAX_CHARACTERS_PER_TOKEN * self._max_output])[: self._max_output]
+        text = text[: _MAX_CHARACTERS_PER_TOKEN * MAX_OUTPUT_TOKENS]
+        ids = self._tokenizer.encode(text)[:MAX_OUTPUT_TOKENS]
         ending = [] if call.closed else [self._python_end]
         return [*ending, self._output_start, *ids, self._output_end]
 
@@ -99,7 +91,7 @@ class ToolState:
     def _complete(self, refused: str = "", closed: bool = True) -> ToolCall:
         code, self._code = self._tokenizer.decode(self._code or []), None
         if not refused and self._calls_left <= 0:
-            refused = f"only {self._max_calls} calls are run in a reply"
+            refused = f"only {MAX_CALLS} calls are run in a reply"
         self._calls_left -= 1
         return ToolCall(code, refused, closed)
 

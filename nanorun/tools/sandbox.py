@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,6 +81,7 @@ class SandboxResult:
     stderr: str
     reason: str  # finished, exit code 1, time limit (5 s), memory limit, output limit, killed by signal 11
     seconds: float
+    status: dict[str, Any] = field(default_factory=dict, compare=False)  # bubblewrap's; empty if stopped
 
 
 class Sandbox:
@@ -90,8 +91,7 @@ class Sandbox:
         """Unchecked: use `probe`."""
         self._user = bubblewrap.sandbox_user()
         self._filter = seccomp.filter_program(platform.machine())
-        isolation = [*bubblewrap.namespace_options(), *bubblewrap.file_system_options()]
-        self._bubblewrap = [bwrap, *self._user.options, *isolation]
+        self._bubblewrap = [bwrap, *self._user.options, *bubblewrap.isolation_options()]
         bootstrap = Path(__file__).with_name("sandbox_bootstrap.py").read_text("utf-8")
         self._python = [bubblewrap.python_path(), "-I", "-S", "-B", "-X", "utf8", "-c", bootstrap]
 
@@ -105,12 +105,12 @@ class Sandbox:
         with tempfile.TemporaryDirectory() as folder:
             canary = Path(folder, "canary")
             canary.write_text("outside")
-            result, status = sandbox._run(_ATTACK.replace("CANARY", repr(str(canary))), 10, 256, 10_000)
+            result = sandbox.run(_ATTACK.replace("CANARY", repr(str(canary))), timeout=10)
         if not result.ok:
             raise SandboxUnavailable(f"a first program ended with {result.reason}{_last_line(result.stderr)}")
         breach = result.stdout.rstrip("; ")
         for name in bubblewrap.NAMESPACES:
-            if status.get(f"{name}-namespace") in (None, os.stat(f"/proc/self/ns/{name}").st_ino):
+            if result.status.get(f"{name}-namespace") in (None, os.stat(f"/proc/self/ns/{name}").st_ino):
                 breach = breach or f"share our {name} namespace"
         if breach:
             raise SandboxUnavailable(f"a program in it could {breach}")
@@ -124,12 +124,6 @@ class Sandbox:
         self, code: str, *, timeout: float = 5.0, memory_mib: int = 256, max_output: int = 10_000
     ) -> SandboxResult:
         """Runs a program to its end or to a limit: wall-clock seconds, memory, total bytes of output."""
-        return self._run(code, timeout, memory_mib, max_output)[0]
-
-    def _run(
-        self, code: str, timeout: float, memory_mib: int, max_output: int
-    ) -> tuple[SandboxResult, dict[str, Any]]:
-        """The result, and bubblewrap's status of the sandbox."""
         start = time.monotonic()
         finished_code, memory_code = random.SystemRandom().sample(range(64, 128), 2)
         user = self._user.highest_id - next(_run_numbers) % 10_000
@@ -148,7 +142,8 @@ class Sandbox:
             if "exit-code" not in status:
                 raise SandboxUnavailable(f"bubblewrap could not start a program{_last_line(stderr)}")
             reason = _reason(status["exit-code"], finished_code, memory_code, timeout)
-        return SandboxResult(reason == "finished", stdout, stderr, reason, time.monotonic() - start), status
+        seconds = time.monotonic() - start
+        return SandboxResult(reason == "finished", stdout, stderr, reason, seconds, status)
 
     @contextlib.contextmanager
     def _process(

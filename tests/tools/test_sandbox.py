@@ -64,7 +64,7 @@ def processes_that_mention(word: str) -> list[str]:
 # -- what may run, runs ------------------------------------------------------------------------------
 
 
-def test_a_program_runs_and_what_it_prints_comes_back(sandbox: Sandbox) -> None:
+def test_a_program_returns_its_output(sandbox: Sandbox) -> None:
     result = sandbox.run("import sys\nprint('six', 6 * 7)\nprint('oh', file=sys.stderr)")
     assert result == SandboxResult(True, "six 42\n", "oh\n", "finished", result.seconds)
     assert 0 < result.seconds < 5
@@ -98,7 +98,7 @@ time.sleep(0.05)
     assert (result.reason, result.stdout, result.stderr) == ("finished", "alarm\n", "")
 
 
-def test_an_error_shows_the_programs_own_traceback(sandbox: Sandbox) -> None:
+def test_an_error_shows_only_the_frames_of_the_program(sandbox: Sandbox) -> None:
     result = sandbox.run("def half(n):\n    return n / 0\n\nhalf(3)")
     assert (result.ok, result.reason) == (False, "exit code 1")
     assert "return n / 0" in result.stderr
@@ -107,13 +107,13 @@ def test_an_error_shows_the_programs_own_traceback(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("code", ["exit(0)", "quit()", "import sys; sys.exit()", "import os; os._exit(0)"])
-def test_leaving_early_is_not_reaching_the_end(sandbox: Sandbox, code: str) -> None:
+def test_an_early_exit_is_not_success(sandbox: Sandbox, code: str) -> None:
     result = sandbox.run(code + "\nassert False")
     assert (result.ok, result.reason) == (False, "exit code 0")
 
 
 @pytest.mark.parametrize("code", ["1 +", "\0", "\udc80", "(" * 500, "# coding: nonsense\n1 +", "-" * 99_999])
-def test_what_is_no_program_fails_as_one(sandbox: Sandbox, code: str) -> None:
+def test_invalid_source_fails_with_an_error(sandbox: Sandbox, code: str) -> None:
     assert sandbox.run(code).reason in ("exit code 1", "memory limit", "killed by signal 11")
 
 
@@ -194,7 +194,7 @@ def test_memory_is_limited(sandbox: Sandbox, code: str) -> None:
     assert (result.ok, result.reason) == (False, "memory limit")
 
 
-def test_memory_can_be_granted(sandbox: Sandbox) -> None:
+def test_the_memory_limit_can_be_raised_by_the_caller(sandbox: Sandbox) -> None:
     code = "print(len(bytearray(300 * 2**20)))"
     assert sandbox.run(code).reason == "memory limit"
     assert sandbox.run(code, memory_mib=512).ok
@@ -215,7 +215,7 @@ def test_output_is_limited(sandbox: Sandbox, code: str) -> None:
     assert len(result.stdout) + len(result.stderr) == 5_000
 
 
-def test_output_of_exactly_the_limit_is_whole(sandbox: Sandbox) -> None:
+def test_output_of_exactly_the_limit_is_kept(sandbox: Sandbox) -> None:
     assert sandbox.run("print('x' * 99)", max_output=100).stdout == "x" * 99 + "\n"
     assert sandbox.run("print('x' * 100)", max_output=100).reason == "output limit"
 
@@ -231,7 +231,7 @@ def test_output_of_exactly_the_limit_is_whole(sandbox: Sandbox) -> None:
         pytest.param("import os; os.kill(os.getpid(), 9)", signal.SIGKILL, id="killing itself"),
     ],
 )
-def test_a_crash_is_told_by_its_signal(sandbox: Sandbox, code: str, number: int) -> None:
+def test_a_crash_reports_its_signal(sandbox: Sandbox, code: str, number: int) -> None:
     result = sandbox.run(code)
     assert (result.ok, result.reason) == (False, f"killed by signal {int(number)}")
 
@@ -379,7 +379,7 @@ refused(lambda: __import__("os").fork(), lambda: eval("__import__('socket').sock
 
 
 @pytest.mark.parametrize("attack", REFUSED)
-def test_refused(sandbox: Sandbox, attack: str) -> None:
+def test_an_attack_fails(sandbox: Sandbox, attack: str) -> None:
     result = sandbox.run(PRELUDE + REFUSED[attack])
     assert (result.reason, result.stderr) == ("finished", "")
     assert set(result.stdout.splitlines()) == {"refused"}
@@ -390,7 +390,7 @@ def test_the_first_process_cannot_be_killed_from_inside(sandbox: Sandbox) -> Non
     assert sandbox.run(code).stdout == "on\n"
 
 
-def test_setuid_programs_give_nothing(sandbox: Sandbox) -> None:
+def test_setuid_programs_grant_no_privileges(sandbox: Sandbox) -> None:
     result = sandbox.run(
         "import os\nfor path in ('/usr/lib', '/tmp', os.path.dirname(os.__file__)):\n"
         "    assert os.statvfs(path).f_flag & os.ST_NOSUID, path"
@@ -398,7 +398,7 @@ def test_setuid_programs_give_nothing(sandbox: Sandbox) -> None:
     assert (result.reason, result.stderr) == ("finished", "")
 
 
-def test_a_local_server_is_not_reached(sandbox: Sandbox) -> None:
+def test_a_local_server_is_unreachable(sandbox: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(f"\0nanorun-{os.getpid()}")
         abstract.listen()
@@ -416,7 +416,7 @@ def test_a_local_server_is_not_reached(sandbox: Sandbox) -> None:
                 listening.accept()
 
 
-def test_environment_files_and_descriptors_of_the_caller_are_not_there(
+def test_environment_files_and_descriptors_of_the_caller_are_hidden(
     sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NANORUN_SECRET", "hunter2")
@@ -433,7 +433,7 @@ def test_environment_files_and_descriptors_of_the_caller_are_not_there(
     assert result.stdout == f"{names} False []\n[0, 1, 2] ''\n"
 
 
-def test_nothing_is_left_of_one_program_for_the_next(sandbox: Sandbox) -> None:
+def test_programs_share_no_state(sandbox: Sandbox) -> None:
     assert sandbox.run("open('/tmp/left', 'w').write('x')").ok
     assert sandbox.run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
@@ -443,7 +443,7 @@ def test_a_program_cannot_pretend_that_the_sandbox_failed(sandbox: Sandbox) -> N
     assert result.reason == "exit code 1"
 
 
-def test_no_process_is_left_when_a_limit_ends_a_program(sandbox: Sandbox) -> None:
+def test_no_process_survives_a_limit(sandbox: Sandbox) -> None:
     assert sandbox.run("while True: pass", timeout=0.4321).reason == "time limit (0.4321 s)"
     within(2, lambda: not processes_that_mention("0.4321"))
 
@@ -459,7 +459,7 @@ def test_the_program_dies_with_the_process_that_started_it(sandbox: Sandbox) -> 
     within(5, lambda: not processes_that_mention("98.765"))
 
 
-def test_a_tool_answers_with_what_a_program_prints(sandbox: Sandbox) -> None:
+def test_the_python_tool_returns_what_a_program_prints(sandbox: Sandbox) -> None:
     assert python_tool(sandbox)("print(6 * 7)") == "42"
     assert python_tool(sandbox)("print(1)\nexit()") == "1"
 
@@ -472,7 +472,7 @@ def test_a_tool_answers_with_what_a_program_prints(sandbox: Sandbox) -> None:
         ("while True: pass", 0.3, "time limit (0.3 s)"),
     ],
 )
-def test_a_tool_says_what_failed(sandbox: Sandbox, code: str, timeout: float, error: str) -> None:
+def test_the_python_tool_reports_failures(sandbox: Sandbox, code: str, timeout: float, error: str) -> None:
     with pytest.raises(ToolError) as raised:
         python_tool(sandbox, timeout=timeout)(code)
     assert str(raised.value) == error
@@ -481,7 +481,9 @@ def test_a_tool_says_what_failed(sandbox: Sandbox, code: str, timeout: float, er
 # -- the sandbox refuses to be weaker ----------------------------------------------------------------
 
 
-def test_without_bubblewrap_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_bubblewrap_is_reported_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed"):
         Sandbox.probe()
@@ -515,7 +517,7 @@ def test_a_sandbox_with_a_hole_is_not_used(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
-def test_an_ordinary_user_has_the_same_sandbox(sandbox: Sandbox) -> None:
+def test_the_sandbox_works_for_an_unprivileged_user(sandbox: Sandbox) -> None:
     check = "import os, sys; os.stat(sys._base_executable); assert sys.version_info >= (3, 11)"
     use = "from nanorun.tools.sandbox import Sandbox; print(Sandbox.probe().run('print(6 * 7)').stdout)"
 

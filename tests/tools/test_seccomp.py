@@ -61,7 +61,7 @@ def judge(program: bytes, architecture: int, number: int, *arguments: int) -> st
         ("ioctl", (0x5401, 0x5412), NOT_IMPLEMENTED),
     ],
 )
-def test_a_call_is_judged_alike_on_every_machine(
+def test_a_system_call_has_the_same_verdict_on_every_machine(
     machine: str, call: str, arguments: tuple[int, ...], verdict: str
 ) -> None:
     number, program = NUMBERS[machine][call], filter_program(machine)
@@ -69,7 +69,7 @@ def test_a_call_is_judged_alike_on_every_machine(
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_calls_of_another_architecture_kill_and_calls_not_yet_invented_do_not_exist(machine: str) -> None:
+def test_foreign_architectures_are_killed_and_unknown_calls_return_enosys(machine: str) -> None:
     program = filter_program(machine)
     assert judge(program, 0x40000003, NUMBERS[machine]["read"]) == KILL
     assert all(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from nanorun.text.chat import parse_reply
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
+from nanorun.tools import calls as calls_module
 from nanorun.tools.calculator import MAX_SIZE
 from nanorun.tools.calls import ToolCall, ToolError, ToolState, calculate
 
@@ -54,7 +55,7 @@ from nanorun.tools.calls import ToolCall, ToolError, ToolState, calculate
         ("str(3.0) + str(2)", "3.02"),
     ],
 )
-def test_the_calculator_knows(expression: str, value: str) -> None:
+def test_the_calculator_evaluates(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
@@ -69,7 +70,7 @@ def test_the_calculator_knows(expression: str, value: str) -> None:
         ("'1,000'.count(',')", "1"),
     ],
 )
-def test_thousands_separators_are_read_where_a_comma_can_be_nothing_else(expression: str, value: str) -> None:
+def test_thousands_separators_are_accepted_where_unambiguous(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
@@ -189,13 +190,13 @@ def compound(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.recursive(atoms, compound, max_leaves=12))
-def test_no_expression_takes_long_or_fails_otherwise(expression: str) -> None:
+def test_any_expression_ends_soon_with_a_value_or_tool_error(expression: str) -> None:
     in_time(expression)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.text(max_size=1200) | st.text("0123456789+-*/.,()[]{}'\"= \n<>%ae_:\\", max_size=200))
-def test_no_text_at_all_takes_long_or_fails_otherwise(text: str) -> None:
+def test_any_text_ends_soon_with_a_value_or_tool_error(text: str) -> None:
     in_time(text)
 
 
@@ -243,9 +244,9 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return found
 
 
-def converse(tokenizer: Tokenizer, sampled: str, **limits: int) -> str:
+def converse(tokenizer: Tokenizer, sampled: str) -> str:
     """The whole reply when the model samples this and the calculator answers, as text."""
-    state, reply = ToolState(tokenizer, **limits), list[int]()
+    state, reply = ToolState(tokenizer), list[int]()
     for token_id in ids(tokenizer, sampled):
         reply.append(token_id)
         call = state.push(token_id)
@@ -261,7 +262,7 @@ def test_a_call_is_followed_by_its_output(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_the_reply_reads_back_as_its_parts(tokenizer: Tokenizer) -> None:
+def test_a_reply_with_a_call_parses_into_its_parts(tokenizer: Tokenizer) -> None:
     reply = converse(tokenizer, "So <|python_start|>6*7<|python_end|>: 42<|assistant_end|>")
     parts = parse_reply(ids(tokenizer, reply), tokenizer)
     assert [part["type"] for part in parts] == ["text", "python", "output", "text"]
@@ -273,12 +274,12 @@ def test_text_without_a_call_forces_nothing(tokenizer: Tokenizer) -> None:
     assert converse(tokenizer, said) == said
 
 
-def test_an_error_is_an_output_too(tokenizer: Tokenizer) -> None:
+def test_an_error_becomes_an_output(tokenizer: Tokenizer) -> None:
     reply = converse(tokenizer, "<|python_start|>1/0<|python_end|>")
     assert reply.endswith("<|output_start|>error: division by zero<|output_end|>")
 
 
-def test_a_call_begun_anew_counts_from_its_last_start(tokenizer: Tokenizer) -> None:
+def test_a_restarted_call_begins_at_its_last_start(tokenizer: Tokenizer) -> None:
     reply = converse(tokenizer, "<|python_start|>9**<|python_start|>1+1<|python_end|>")
     assert reply.endswith("1+1<|python_end|><|output_start|>2<|output_end|>")
 
@@ -289,31 +290,31 @@ def test_another_special_token_ends_an_open_call_without_running_it(tokenizer: T
     assert converse(tokenizer, said) == said
 
 
-def test_the_models_own_output_does_not_stand_for_the_tools(tokenizer: Tokenizer) -> None:
+def test_an_output_written_by_the_model_is_not_taken_for_the_tools(tokenizer: Tokenizer) -> None:
     said = "<|output_start|>9<|output_end|><|python_start|>1+1<|python_end|>"
     assert converse(tokenizer, said) == said + "<|output_start|>2<|output_end|>"
 
 
-def test_a_call_that_runs_away_is_ended_and_not_run(tokenizer: Tokenizer) -> None:
-    state = ToolState(tokenizer, lambda code: pytest.fail("it was run"), max_code_tokens=10)
+def test_a_call_that_is_too_long_is_closed_and_not_run(tokenizer: Tokenizer) -> None:
+    state = ToolState(tokenizer, lambda code: pytest.fail("it was run"))
     state.push(tokenizer.special["<|python_start|>"])
     digit = tokenizer.encode("1")[0]
-    calls = [call for call in (state.push(digit) for _ in range(50)) if call]
+    calls = [call for call in (state.push(digit) for _ in range(5000)) if call]
     assert [call.closed for call in calls] == [False]
     forced = tokenizer.decode(state.answer(calls[0]))
-    said = "error: the code is longer than 10 tokens"
+    said = "error: the code is longer than 1024 tokens"
     assert forced == f"<|python_end|><|output_start|>{said}<|output_end|>"
 
 
-def test_only_so_many_calls_of_a_reply_are_run(tokenizer: Tokenizer) -> None:
-    reply = converse(tokenizer, "<|python_start|>1+1<|python_end|>" * 4, max_calls=2)
-    assert reply.count("<|output_start|>2<|output_end|>") == 2
-    assert reply.count("error: only 2 calls are run in a reply") == 2
+def test_the_number_of_calls_in_a_reply_is_limited(tokenizer: Tokenizer) -> None:
+    reply = converse(tokenizer, "<|python_start|>1+1<|python_end|>" * 18)
+    assert reply.count("<|output_start|>2<|output_end|>") == 16
+    assert reply.count("error: only 16 calls are run in a reply") == 2
 
 
-def test_output_is_cut_to_its_limit(tokenizer: Tokenizer) -> None:
-    state = ToolState(tokenizer, max_output_tokens=5)
-    assert len(state.result(ToolCall("x"), "42 " * 100_000)) == 5 + 2
+def test_output_is_truncated_at_its_limit(tokenizer: Tokenizer) -> None:
+    state = ToolState(tokenizer)
+    assert len(state.result(ToolCall("x"), "42 " * 100_000)) == 256 + 2
     assert len(state.result(ToolCall("x"), "")) == 2
 
 
@@ -326,9 +327,13 @@ def test_output_never_becomes_special_tokens(tokenizer: Tokenizer, text: str) ->
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_any_sequence_of_tokens_is_taken(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_any_sequence_of_tokens_is_accepted(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    monkeypatch.setattr(calls_module, "MAX_CODE_TOKENS", 5)
+    monkeypatch.setattr(calls_module, "MAX_CALLS", 3)
     any_id = st.integers(0, tokenizer.vocab_size - 1) | st.sampled_from(sorted(tokenizer.special.values()))
-    state, calls = ToolState(tokenizer, max_code_tokens=5, max_calls=3), 0
+    state, calls = ToolState(tokenizer), 0
     for token_id in data.draw(st.lists(any_id, max_size=60)):
         call = state.push(token_id)
         if call:
