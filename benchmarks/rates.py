@@ -94,7 +94,7 @@ def measure_rates() -> dict[str, Any]:
     measurements: tuple[tuple[str, float, Any], ...] = (  # name, bytes moved, the call
         ("copy", 8 * 2**26, lambda: flush[: 2**26].copy_(flush[2**26 :])),
         ("measure", 2 * narrow / fp8.kernel.amax_stride(tokens), lambda: fp8.amax_and_row_norm(x)),
-        ("quantize", 4 * narrow, lambda: fp8.quantize(x, parts, 0.0, fp8.E5M2)),
+        ("quantize", 4 * narrow, lambda: fp8.quantize(x, fp8.E5M2, amax=parts)),
         ("norm_quantize", 4 * narrow, lambda: residual_norm.norm_quantize(x)),
         ("stream forward", 10 * narrow, lambda: residual_norm.residual_norm_quantize(x, y, start, one, one)),
         (

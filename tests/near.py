@@ -4,10 +4,12 @@ import torch
 import torch.nn.functional as F
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.fast import layers
-from nanorun.model.fast.layers import ResidualStream
+from nanorun.model.fast import half_blocks
+from nanorun.model.fast.half_blocks import NextMix, ResidualStream
+from nanorun.model.fast.loss import fp8_loss_and_gradients
 from nanorun.model.kernels import embedding_grad
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
+from nanorun.model.loss import attach_gradients
 
 
 def relative_error(fast, truth):
@@ -32,6 +34,33 @@ def assert_residual_grads_near(gradients, exact, tolerance):
         assert (ours - expected.grad).abs() < tolerance / 4 * size
 
 
+def norm_mlp(x, up8, down8, up, down, fused_relu2=False):
+    """The MLP's output for a residual stream x (..., D) that has nothing to add."""
+    weights = (up8.tensors, down8.tensors, up, down)
+    stream = ResidualStream(x.flatten(0, -2))
+    _, y = half_blocks.norm_mlp(fused_relu2, up8.pingpong, False, *NextMix(), *weights, *stream)
+    return y.view(x.shape)
+
+
+def norm_qkv_rope(x, qkv8, weights, channels, cos, sin, heads, kv_heads, gain, values=(None,) * 4):
+    """q, k, v and the gate's input for a residual stream x (B, T, D) that has nothing to add."""
+    numbers = (channels, heads, kv_heads, gain, qkv8.pingpong)
+    stream = ResidualStream(x.flatten(0, -2))
+    _, *qkv, gate_input = half_blocks.norm_qkv_rope(
+        qkv8.tensors, cos, sin, *numbers, *values, *stream, *weights
+    )
+    return *(each.view(*x.shape[:2], -1, each.size(-1)) for each in qkv), gate_input.view(*x.shape[:2], -1)
+
+
+def fp8_loss(x, weight, targets, head8, softcap, vocab_size, exact_logits=False, chunk_tokens=None):
+    """The summed loss of (..., D) hidden states with a head in FP8."""
+    x, copies = x.flatten(0, -2), (head8.data, head8.data_t, head8.scale)
+    options = (softcap, vocab_size, exact_logits, head8.pingpong, chunk_tokens)
+    with torch.no_grad():
+        loss, dx, dweight = fp8_loss_and_gradients(x, weight, targets.flatten(), *copies, *options)
+    return attach_gradients(loss, x, weight, dx, dweight)
+
+
 def assert_adds_value_embeddings(norm_qkv_rope, draw, fp8_weight, shape):
     """Outputs and gradients of `norm_qkv_rope`, for (batch, time, heads, kv_heads, head_dim)."""
     batch, time, heads, kv_heads, dim = shape
@@ -44,9 +73,8 @@ def assert_adds_value_embeddings(norm_qkv_rope, draw, fp8_weight, shape):
     angle = draw(time, dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
     grad_buffer = torch.zeros_like(table)
-    values = layers.GatedValues(gate_weight, table, grad_buffer, token_ids)
-    inputs = (ResidualStream(x), fp8_weight(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
-    _, *fast, _ = norm_qkv_rope(*inputs, values)
+    values = (gate_weight, table, grad_buffer, token_ids.flatten())
+    *fast, _ = norm_qkv_rope(x, fp8_weight(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2, values)
     exact = [t.detach().double().requires_grad_() for t in (x, *weights, gate_weight, table)]
     n = normed(exact[0])
     qkv = F.linear(n, torch.cat(exact[1:4]))

@@ -6,15 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from near import assert_adds_value_embeddings, normed, relative_error
+from near import assert_adds_value_embeddings, fp8_loss, norm_mlp, norm_qkv_rope, normed, relative_error
 from torch._dynamo.utils import counters
 
 from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.compiling import compiled
-from nanorun.model.fast import layers
-from nanorun.model.fast.layers import ResidualStream
-from nanorun.model.fast.loss import fp8_loss
 from nanorun.model.fast.path import FastPath
 from nanorun.model.fast.recipe import Recipe, resolve
 from nanorun.model.gpt import build
@@ -54,7 +51,7 @@ SHAPES = [(4096, 768), (1000, 768), (33, 1280), (2049, 1536), (1, 16)]
 def test_a_row_far_larger_than_the_sampled_ones_is_clipped_and_others_keep_their_precision():
     x = draw(40_000, 64, dtype=torch.bfloat16)
     x[12_345] *= 1e6
-    q, q_t, scale = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, fp8.E5M2)
+    q, q_t, scale = fp8.quantize(x, fp8.E5M2, amax=fp8.amax_and_row_norm(x))
     assert q.float().isfinite().all()
     assert torch.equal(q_t[:, :40_000].float(), q.float().T)
     clipped, others = dequantize(q, scale)[12_345], torch.arange(40_000, device="cuda") != 12_345
@@ -67,7 +64,7 @@ def test_a_row_far_larger_than_the_sampled_ones_is_clipped_and_others_keep_their
 def test_quantization_rounds_as_torch_does_and_writes_the_transpose(shape):
     for dtype in (fp8.E4M3, fp8.E5M2):
         x = draw(*shape, size=3e-5, dtype=torch.bfloat16)
-        q, q_t, scale = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, dtype)
+        q, q_t, scale = fp8.quantize(x, dtype, amax=fp8.amax_and_row_norm(x))
         assert torch.equal(q.float(), (x.float() / scale).to(dtype).float())
         assert torch.equal(q_t[:, : shape[0]].float(), q.float().T)
         assert q_t[:, shape[0] :].float().eq(0).all()
@@ -83,7 +80,7 @@ def test_quantization_rounds_as_torch_does_and_writes_the_transpose(shape):
 def test_nonfinite_values_stay_nonfinite(bad):
     x = draw(100, 64)
     x[50, 3] = bad
-    q, _, scale = fp8.quantize(x, fp8.amax_and_row_norm(x), 0.0, fp8.E5M2)
+    q, _, scale = fp8.quantize(x, fp8.E5M2, amax=fp8.amax_and_row_norm(x))
     assert not dequantize(q, scale).isfinite().all()
 
 
@@ -94,8 +91,8 @@ def test_the_compiled_mlp_agrees_with_float64_forward_and_backward(shape):
     up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
     down = draw(width, 4 * width, seed=2, size=0.02).requires_grad_()
     douts = draw(1, rows, width, seed=3, size=1e-7)
-    norm_mlp = torch.compile(layers.norm_mlp, dynamic=False, fullgraph=True)
-    fast = norm_mlp(ResidualStream(x), fp8_weight(up), fp8_weight(down), up, down, False, None).delta
+    compiled_mlp = torch.compile(norm_mlp, dynamic=False, fullgraph=True)
+    fast = compiled_mlp(x, fp8_weight(up), fp8_weight(down), up, down)
     (fast.float() * douts).sum().backward()
     exact = [t.detach().double().requires_grad_() for t in (x, up, down)]
     truth = F.linear(F.relu(F.linear(normed(exact[0]), exact[1])).square(), exact[2])
@@ -115,8 +112,8 @@ def test_compiled_fp8_queries_keys_and_values_agree_with_float64(shape, own_angl
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    _, *fast = torch.compile(layers.norm_qkv_rope, dynamic=False, fullgraph=True)(
-        ResidualStream(x), fp8_weight(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
+    fast = torch.compile(norm_qkv_rope, dynamic=False, fullgraph=True)(
+        x, fp8_weight(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
     )
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])
@@ -133,7 +130,7 @@ def test_compiled_fp8_queries_keys_and_values_agree_with_float64(shape, own_angl
 
 @pytest.mark.parametrize("shape", [(2, 1000, 6, 6, 128), (1, 33, 4, 2, 64), (16, 2048, 6, 6, 128)], ids=str)
 def test_value_embeddings_added_by_the_kernel_agree_with_float64_when_compiled(shape):
-    compiled_heads = torch.compile(layers.norm_qkv_rope, dynamic=False, fullgraph=True)
+    compiled_heads = torch.compile(norm_qkv_rope, dynamic=False, fullgraph=True)
     assert_adds_value_embeddings(compiled_heads, draw, fp8_weight, shape)
 
 

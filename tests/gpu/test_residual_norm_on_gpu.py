@@ -9,7 +9,7 @@ from near import assert_residual_grads_near, normed, relative_error
 from nanorun.config import NORM_EPSILON, OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.compiling import compiled
-from nanorun.model.fast.layers import ResidualStream
+from nanorun.model.fast.half_blocks import ResidualStream
 from nanorun.model.fast.path import FastPath
 from nanorun.model.fast.recipe import Recipe, resolve
 from nanorun.model.gpt import build
@@ -36,20 +36,20 @@ def draw(*shape, seed=0, size=1.0, dtype=torch.bfloat16):
     return (torch.randn(shape, device="cuda", generator=generator) * size).to(dtype)
 
 
-def streams(shape, has_delta, has_x0):
+def streams(shape, has_y, has_x0):
     """A stream and the same in float64, with λ and μ rounded as in the kernels."""
-    x, delta, x0 = (draw(*shape, seed=i, size=3.0) for i in range(3))
+    x, y, x0 = (draw(*shape, seed=i, size=3.0) for i in range(3))
     _, lambda_, mu = torch.tensor([9.0, 1.15, 0.2], device="cuda").unbind()  # not aligned, as in a parameter
     mix = (x0, lambda_, mu) if has_x0 else (None, None, None)
-    inputs = ResidualStream(x, delta if has_delta else None, *mix)
+    inputs = ResidualStream(x, y if has_y else None, *mix)
     exact = (each if each is None else each.bfloat16().double().requires_grad_() for each in inputs[:5])
     return inputs, ResidualStream(*exact)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("has_delta", "has_x0"), CASES)
-def test_the_sum_and_its_norm_agree_with_float64(shape, has_delta, has_x0):
-    inputs, exact = streams(shape, has_delta, has_x0)
+@pytest.mark.parametrize(("has_y", "has_x0"), CASES)
+def test_the_sum_and_its_norm_agree_with_float64(shape, has_y, has_x0):
+    inputs, exact = streams(shape, has_y, has_x0)
     for _ in range(3):  # a data race would not show every time
         s, q, q_t, scale, inv_rms = residual_norm.residual_norm_quantize(*inputs[:5])
         assert relative_error(s, reference.residual_norm(*exact[:5])[0]) < 2.5e-3
@@ -64,25 +64,25 @@ def test_the_sum_and_its_norm_agree_with_float64(shape, has_delta, has_x0):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("has_delta", "has_x0"), CASES)
+@pytest.mark.parametrize(("has_y", "has_x0"), CASES)
 @pytest.mark.parametrize("gate_channels", [None, 0, 12])
-def test_gradients_of_all_inputs_agree_with_float64(shape, has_delta, has_x0, gate_channels):
-    inputs, exact = streams(shape, has_delta, has_x0)
+def test_gradients_of_all_inputs_agree_with_float64(shape, has_y, has_x0, gate_channels):
+    inputs, exact = streams(shape, has_y, has_x0)
     truth, n = reference.residual_norm(*exact[:5])
     s = truth.detach().bfloat16()
     inv_rms = (s.double().square().mean(1) + NORM_EPSILON).rsqrt().float()
     dn = draw(*shape, seed=5, size=20.0)
-    dgate_in = None if gate_channels is None else draw(shape[0], gate_channels, seed=6, size=50.0)
+    dgate_input = None if gate_channels is None else draw(shape[0], gate_channels, seed=6, size=50.0)
     ds = draw(*shape, seed=7) + inputs.x / 3  # correlated, so that the sums for λ and μ do not cancel
     ds = ds if inputs.x0 is None else ds + inputs.x0 / 3
     loss = (n * dn.double()).sum() + (truth * ds.double()).sum()
-    if dgate_in is not None:
-        loss = loss + (n[:, :gate_channels] * dgate_in.double()).sum()
+    if dgate_input is not None:
+        loss = loss + (n[:, :gate_channels] * dgate_input.double()).sum()
     loss.backward()
-    dx, *others = residual_norm.input_grads(dn, s, inv_rms, ds, dgate_in, *inputs[2:5])
+    dx, *others = residual_norm.input_grads(dn, s, inv_rms, ds, dgate_input, *inputs[2:5])
     assert relative_error(dx, exact.x.grad) < 1e-2
     assert_residual_grads_near(others, exact, 1e-2)
-    again, *_ = residual_norm.input_grads(dn, s, inv_rms, ds, dgate_in, *inputs[2:5])
+    again, *_ = residual_norm.input_grads(dn, s, inv_rms, ds, dgate_input, *inputs[2:5])
     assert torch.equal(dx, again)
 
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
-from near import assert_adds_value_embeddings, normed, relative_error
+from near import assert_adds_value_embeddings, fp8_loss, norm_mlp, norm_qkv_rope, normed, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanorun.config import scale_model
@@ -16,9 +16,7 @@ from nanorun.model.gpt import GPT
 from nanorun.model.loss import plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.fast import layers
 from nanorun.model.fast import loss as fast_loss
-from nanorun.model.fast.layers import ResidualStream
 from nanorun.model.kernels import fp8
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
 
@@ -50,7 +48,7 @@ def test_the_fp8_mlp_agrees_with_float64_forward_and_backward(shape, sampled_row
     up = draw(4 * width, width, seed=1, size=width**-0.5).requires_grad_()
     down = draw(width, 4 * width, seed=2, size=0.1).requires_grad_()
     douts = draw(1, rows, width, seed=3, size=1e-7)
-    fast = layers.norm_mlp(ResidualStream(x), fp8_weight(up), fp8_weight(down), up, down, False, None).delta
+    fast = norm_mlp(x, fp8_weight(up), fp8_weight(down), up, down)
     (fast.float() * douts).sum().backward()
     exact = [t.detach().double().requires_grad_() for t in (x, up, down)]
     truth = F.linear(F.relu(F.linear(normed(exact[0]), exact[1])).square(), exact[2])
@@ -70,9 +68,7 @@ def test_fp8_queries_keys_and_values_agree_with_float64(shape, own_angles, sampl
     weights = [draw(n, width, seed=i, size=width**-0.5).requires_grad_() for i, n in enumerate(sizes)]
     angle = draw(*((batch, time) if own_angles else (time,)), dim // 2, seed=7)
     cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    _, *fast = layers.norm_qkv_rope(
-        ResidualStream(x), fp8_weight(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2
-    )
+    fast = norm_qkv_rope(x, fp8_weight(*weights), weights, 12, cos, sin, heads, kv_heads, 1.2)
     exact = [t.detach().double().requires_grad_() for t in (x, *weights)]
     n = normed(exact[0])
     qkv = F.linear(n, torch.cat(exact[1:]))
@@ -89,7 +85,7 @@ def test_fp8_queries_keys_and_values_agree_with_float64(shape, own_angles, sampl
 
 @pytest.mark.parametrize("shape", [(2, 33, 2, 2, 32), (1, 70, 4, 2, 16), (3, 5, 2, 1, 64)], ids=str)
 def test_value_embeddings_added_by_the_kernel_agree_with_float64(shape):
-    assert_adds_value_embeddings(layers.norm_qkv_rope, draw, fp8_weight, shape)
+    assert_adds_value_embeddings(norm_qkv_rope, draw, fp8_weight, shape)
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(None, None), (16, None), (25, 16), (48, 32)])
@@ -101,7 +97,7 @@ def test_the_loss_with_an_fp8_head_agrees_with_float64(chunk, rows, exact, monke
     weight = draw(128, 64, seed=1, size=0.2).requires_grad_()
     targets = torch.randint(-1, 100, (2, 50), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     wide = [x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
-    fast = 0.37 * fast_loss.fp8_loss(x, weight, targets, fp8_weight(weight), 15.0, 100, exact, chunk)
+    fast = 0.37 * fp8_loss(x, weight, targets, fp8_weight(weight), 15.0, 100, exact, chunk)
     truth = 0.37 * plain_loss(wide[0], wide[1], targets, 15.0, 100)
     fast.backward()
     truth.backward()

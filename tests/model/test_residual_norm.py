@@ -7,7 +7,7 @@ from near import assert_residual_grads_near, normed, relative_error
 from nanorun.config import NORM_EPSILON
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from nanorun.model.fast.layers import ResidualStream
+from nanorun.model.fast.half_blocks import ResidualStream
 from nanorun.model.kernels import residual_norm
 from nanorun.model.kernels.residual_norm import reference
 
@@ -20,12 +20,12 @@ def draw(*shape, seed=0, dtype=torch.float32, size=1.0):
     return (torch.randn(shape, generator=generator) * size).to(DEVICE, dtype)
 
 
-def streams(shape, has_delta, has_x0, dtype, lambda_=1.15):
+def streams(shape, has_y, has_x0, dtype, lambda_=1.15):
     """A stream and the same in float64, with λ and μ rounded as in the kernels."""
-    x, delta, x0 = (draw(*shape, seed=i, dtype=dtype, size=3.0) for i in range(3))
+    x, y, x0 = (draw(*shape, seed=i, dtype=dtype, size=3.0) for i in range(3))
     scalars = torch.tensor([lambda_, 0.2], device=DEVICE).unbind()
     mix = (x0, *scalars) if has_x0 else (None, None, None)
-    inputs = ResidualStream(x, delta if has_delta else None, *mix)
+    inputs = ResidualStream(x, y if has_y else None, *mix)
     return inputs, ResidualStream(
         *(each if each is None else exact_leaf(each.to(dtype)) for each in inputs[:5])
     )
@@ -39,10 +39,10 @@ CASES = [(True, False), (False, True), (True, True)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("has_delta", "has_x0"), CASES)
+@pytest.mark.parametrize(("has_y", "has_x0"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_and_its_norm_agree_with_float64(shape, has_delta, has_x0, dtype):
-    inputs, exact = streams(shape, has_delta, has_x0, dtype)
+def test_the_sum_and_its_norm_agree_with_float64(shape, has_y, has_x0, dtype):
+    inputs, exact = streams(shape, has_y, has_x0, dtype)
     s, q, q_t, scale, inv_rms = residual_norm.residual_norm_quantize(*inputs[:5])
     rows = shape[0]
     assert s.dtype == dtype
@@ -64,7 +64,7 @@ def kernel_and_reference_grads(inputs, exact, gate_channels, dtype):
     s = truth.detach().to(dtype)
     inv_rms = (s.double().square().mean(1) + NORM_EPSILON).rsqrt().float()
     dn = draw(rows, width, seed=5, dtype=dtype, size=20.0)
-    dgate_in = (
+    dgate_input = (
         draw(rows, gate_channels, seed=6, dtype=dtype, size=50.0) if gate_channels is not None else None
     )
     ds = (
@@ -72,18 +72,18 @@ def kernel_and_reference_grads(inputs, exact, gate_channels, dtype):
     )  # correlated, so that the sums for λ and μ do not cancel
     ds = (ds if inputs.x0 is None else ds + inputs.x0.float() / 3).to(dtype)
     loss = (n * dn.double()).sum() + (truth * ds.double()).sum()
-    if dgate_in is not None:
-        loss = loss + (n[:, :gate_channels] * dgate_in.double()).sum()
+    if dgate_input is not None:
+        loss = loss + (n[:, :gate_channels] * dgate_input.double()).sum()
     loss.backward()
-    return residual_norm.input_grads(dn, s, inv_rms, ds, dgate_in, *inputs[2:5])
+    return residual_norm.input_grads(dn, s, inv_rms, ds, dgate_input, *inputs[2:5])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("has_delta", "has_x0"), CASES)
+@pytest.mark.parametrize(("has_y", "has_x0"), CASES)
 @pytest.mark.parametrize("gate_channels", [None, 0, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_all_inputs_agree_with_float64(shape, has_delta, has_x0, gate_channels, dtype):
-    inputs, exact = streams(shape, has_delta, has_x0, dtype)
+def test_gradients_of_all_inputs_agree_with_float64(shape, has_y, has_x0, gate_channels, dtype):
+    inputs, exact = streams(shape, has_y, has_x0, dtype)
     dx, *others = kernel_and_reference_grads(inputs, exact, gate_channels, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     assert dx.dtype == dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanorun.model.kernels import fp8, gemm, softcap_loss
-from nanorun.model.loss import LARGEST_UNSHIFTED_SOFTCAP, attach_gradients, chunk_rows
+from nanorun.model.loss import LARGEST_UNSHIFTED_SOFTCAP, chunk_rows
 
 SLICE_LOGITS = 2**27  # logits in bf16 at a time; a chunk of FP8 gradients is several slices
 
@@ -27,62 +27,32 @@ def fused_chunk_loss(
     return softcap_loss.softcap_loss(logits, targets, softcap, vocab_size, with_gradient), logits
 
 
-def fp8_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    head: fp8.Fp8Weight,
-    softcap: float,
-    vocab_size: int,
-    exact_logits: bool,
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """The summed loss for x that an RMSNorm returned. With `exact_logits` the logits are bf16 and only the two GEMMs
-    of the gradient run in FP8."""
-    rows, flat = x.flatten(0, -2), targets.flatten()
-    size = chunk_rows(rows, weight, chunk_tokens)
-    with torch.no_grad():
-        loss, dx, dweight = _fp8_loss_and_gradients(
-            rows,
-            weight,
-            flat,
-            head.data,
-            head.data_t,
-            head.scale,
-            softcap,
-            vocab_size,
-            size,
-            exact_logits,
-            head.pingpong,
-        )
-    return attach_gradients(loss, rows, weight, dx, dweight)
-
-
 @torch.library.custom_op("nanorun::fp8_loss", mutates_args=())
-def _fp8_loss_and_gradients(
-    x: Tensor,  # (N, D), of which no entry is past √D
-    weight: Tensor,  # (V, D), and in FP8 with its transpose
-    targets: Tensor,
+def fp8_loss_and_gradients(
+    x: Tensor,  # (N, D), the output of an RMSNorm: no entry exceeds √D
+    weight: Tensor,  # (V, D) of the head; then in FP8, its transpose and scale
+    targets: Tensor,  # (N,)
     head: Tensor,
     head_t: Tensor,
     head_scale: Tensor,
     softcap: float,
     vocab_size: int,
-    size: int,
-    exact_logits: bool,
+    exact_logits: bool,  # in bf16; only the two GEMMs of the gradient are in FP8
     pingpong: bool,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss summed over all rows, and its gradients with respect to x and weight.
 
     Logits, in bf16, exist for a slice of a chunk at a time. The GEMMs of the gradient are efficient only with many
     rows, so the FP8 gradients of a whole chunk are kept."""
+    size = chunk_rows(x, weight, chunk_tokens)
     exact = weight.to(x.dtype) if exact_logits else None
     slice_limit = max(SLICE_LOGITS // head.shape[0], 1)
     losses, dx = x.new_empty(x.shape[0], dtype=torch.float32), torch.empty_like(x)
     dweight: Tensor | None = None
     chunks = zip(*(each.split(size) for each in (x, targets, losses, dx)), strict=True)
     for x_chunk, target_chunk, loss_chunk, dx_chunk in chunks:
-        q, q_t, x_scale = fp8.quantize(x_chunk, None, math.sqrt(x.shape[1]), fp8.E4M3)
+        q, q_t, x_scale = fp8.quantize(x_chunk, fp8.E4M3, bound=math.sqrt(x.shape[1]))
         dz = q.new_empty(q.shape[0], head.shape[0], dtype=fp8.E5M2)
         dz_t = q.new_empty(head.shape[0], q_t.shape[1], dtype=fp8.E5M2)
         slices = -(-q.shape[0] // slice_limit)
@@ -105,6 +75,6 @@ def _fp8_loss_and_gradients(
     return losses.sum(), dx, dweight
 
 
-@_fp8_loss_and_gradients.register_fake
+@fp8_loss_and_gradients.register_fake
 def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight)

@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import VALUE_GATE_CHANNELS, ModelConfig
-from nanorun.model.fast import layers
-from nanorun.model.fast.layers import NextMix, ResidualStream
-from nanorun.model.fast.loss import can_fuse, fp8_loss, fused_chunk_loss
+from nanorun.model.fast.half_blocks import NextMix, ResidualStream, norm_mlp, norm_qkv_rope
+from nanorun.model.fast.loss import can_fuse, fp8_loss_and_gradients, fused_chunk_loss
 from nanorun.model.fast.recipe import Recipe
 from nanorun.model.gpt import GPT, norm, previous_in_rows
 from nanorun.model.kernels import embedding_grad, fp8, gemm, rope_norm
 from nanorun.model.kernels.embedding_grad.reference import add_gated_rows
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
-from nanorun.model.loss import chunk_loss, chunked_loss
+from nanorun.model.loss import attach_gradients, chunk_loss, chunked_loss
 
 SUPPORTED_FIELDS = frozenset(
     "depth dim heads kv_heads vocab_size context windows short_window mlp_ratio rope_base qk_gain softcap "
@@ -93,7 +92,9 @@ class FastPath(nn.Module):
         x = norm(rows)
         if config.smear:
             x = x + previous_in_rows(x, model.smear_share, docs)
-        x0, middle, stream = x, x, ResidualStream(x)
+        # (B·T, D) from here on, but in attention. Two views, since Dynamo rejects functions that get a tensor twice.
+        x0, stream = x.flatten(0, 1), ResidualStream(x.flatten(0, 1))
+        middle = x0
         if config.residual_scalars:
             lambdas, mus = (p.detach().to(model.dtype).float() for p in (model.lambdas, model.mus))
         for i in range(config.depth):
@@ -115,12 +116,17 @@ class FastPath(nn.Module):
         x = stream.materialize()
         if config.backout:
             x = x - model.backout_scale.to(x.dtype) * middle
-        x, head, softcap, vocab = norm(x), model.head.weight, config.softcap, config.vocab_size
-        if self.head8 is not None:
-            return fp8_loss(x, head, targets, self.head8, softcap, vocab, exact_logits=recipe.fp8 != "all")
-        return chunked_loss(
-            x, head, targets, softcap, vocab, chunk_loss=fused_chunk_loss if recipe.fused_loss else chunk_loss
-        )
+        x, targets, head, head8 = norm(x), targets.flatten(), model.head.weight, self.head8
+        softcap, vocab = config.softcap, config.vocab_size
+        if head8 is None:
+            fused = fused_chunk_loss if recipe.fused_loss else chunk_loss
+            return chunked_loss(x, head, targets, softcap, vocab, chunk_loss=fused)
+        with torch.no_grad():  # the gradients are computed with the loss
+            copies = head8.data, head8.data_t, head8.scale
+            loss, dx, dhead = fp8_loss_and_gradients(
+                x, head, targets, *copies, softcap, vocab, recipe.fp8 != "all", head8.pingpong
+            )
+        return attach_gradients(loss, x, head, dx, dhead)
 
     def block(
         self,
@@ -139,41 +145,44 @@ class FastPath(nn.Module):
         heads = (config.heads, config.kv_heads, config.qk_gain)
         gate, values = attention.value_gate, None
 
+        if self.qkv8 is None or not recipe.fused_add_norm:
+            stream = ResidualStream(stream.materialize())
+        x = stream.x
         if self.qkv8 is not None:
             if gate is not None and recipe.sparse_tables:  # the kernel adds the value embedding
                 table = self._tables()[f"values{i}"].weight
-                values = layers.GatedValues(gate.weight, table, self._grad(f"values{i}"), tokens)
-            if not recipe.fused_add_norm:
-                stream = ResidualStream(stream.materialize())
-            weight8, channels = self._fp8(self.qkv8, i), VALUE_GATE_CHANNELS if gate is not None else 0
-            x, q, k, v, gate_input = layers.norm_qkv_rope(
-                stream, weight8, qkv_weights, channels, cos, sin, *heads, values
+                values = (gate.weight, table, self._grad(f"values{i}"), tokens.flatten())
+            qkv8, channels = self._fp8(self.qkv8, i), VALUE_GATE_CHANNELS if gate is not None else 0
+            numbers = (channels, *heads, qkv8.pingpong)
+            s, *qkv, gate_input = norm_qkv_rope(
+                qkv8.tensors, cos, sin, *numbers, *(values or [None] * 4), *stream, *qkv_weights
             )
+            x = s if stream.is_deferred else x
+            q, k, v = (each.view(*tokens.shape, -1, config.head_dim) for each in qkv)
         else:
-            x = stream.materialize()
             n = norm(x)
-            gate_input = n[..., :VALUE_GATE_CHANNELS]
-            qkv = F.linear(n, torch.cat(qkv_weights).to(n.dtype))
+            gate_input = n[:, :VALUE_GATE_CHANNELS]
+            projected = F.linear(n, torch.cat(qkv_weights).to(n.dtype)).view(*tokens.shape, -1)
             rotate = rope_norm.rope_norm if recipe.fused_rope else rope_norm_reference
-            q, k, v = rotate(qkv, cos, sin, *heads)
+            q, k, v = rotate(projected, cos, sin, *heads)
         if gate is not None and values is None:
-            v = self._add_values(i, v, 3 * torch.sigmoid(gate(gate_input)), tokens)
-        y = model.batch_attention(i, q, k, v, docs).flatten(-2)
-        if recipe.fused_residual:
-            total = gemm.linear_residual(y.flatten(0, 1), attention.out.weight, x.flatten(0, 1)).view_as(x)
-            stream = ResidualStream(x, total, value=total.detach())
+            v = self._add_values(i, v, 3 * torch.sigmoid(gate(gate_input)).view(*tokens.shape, -1), tokens)
+        attended = model.batch_attention(i, q, k, v, docs).flatten(-2).flatten(0, 1)
+        if recipe.fused_residual:  # the epilogue of the output projection adds x
+            stream = ResidualStream(x, gemm.linear_residual(attended, attention.out.weight, x), y_is_sum=True)
         else:
-            stream = ResidualStream(x, attention.out(y))
+            stream = ResidualStream(x, attention.out(attended))
 
-        if self.up8 is None or self.down8 is None:
-            x = stream.materialize()
-            return ResidualStream(x, mlp(norm(x)))
-        if not recipe.fused_add_norm:
+        if self.up8 is None or self.down8 is None or not recipe.fused_add_norm:
             stream = ResidualStream(stream.materialize())
-        weights8 = self._fp8(self.up8, i), self._fp8(self.down8, i)
-        return layers.norm_mlp(
-            stream, *weights8, mlp.up.weight, mlp.down.weight, recipe.fused_relu2, next_mix
-        )
+        x = stream.x
+        if self.up8 is None or self.down8 is None:
+            return ResidualStream(x, mlp(norm(x)))
+        up8, down8 = self._fp8(self.up8, i), self._fp8(self.down8, i)
+        switches = (recipe.fused_relu2, up8.pingpong, next_mix is not None)
+        weights = (up8.tensors, down8.tensors, mlp.up.weight, mlp.down.weight)
+        s, y = norm_mlp(*switches, *(next_mix or NextMix()), *weights, *stream)
+        return ResidualStream(s if stream.is_deferred else x, y, y_is_sum=next_mix is not None)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -148,9 +148,9 @@ def amax_headroom(stride: int) -> float:
     return AMAX_HEADROOM if stride > 1 else 1.0
 
 
-def exact_amax_and_row_norm(x: Tensor, stride: int = 1) -> Tensor:
-    """The largest absolute entry of (N, D) and the largest row norm, (2,); or, of every `stride`-th row, both times
-    `AMAX_HEADROOM`."""
+def amax_of_rows(x: Tensor, stride: int) -> Tensor:
+    """The largest absolute entry of (N, D) and the largest row norm, (2,), over every `stride`-th row; with a stride
+    above 1, both times `AMAX_HEADROOM`."""
     rows, columns = x.shape
     result = x.new_zeros(2, dtype=torch.float32)
     sizes = (rows, stride, amax_headroom(stride), columns)
@@ -163,7 +163,7 @@ def exact_amax_and_row_norm(x: Tensor, stride: int = 1) -> Tensor:
 @torch.library.custom_op("nanorun::fp8_amax_and_row_norm", mutates_args=())
 def amax_and_row_norm(x: Tensor) -> Tensor:
     """Bounds on the entries and on the row norms of (N, D), a gradient, estimated from a sample of its rows."""
-    return exact_amax_and_row_norm(x, amax_stride(x.shape[0]))
+    return amax_of_rows(x, amax_stride(x.shape[0]))
 
 
 amax_and_row_norm.register_fake(lambda x: x.new_empty(2, dtype=torch.float32))
@@ -171,20 +171,22 @@ amax_and_row_norm.register_fake(lambda x: x.new_empty(2, dtype=torch.float32))
 
 @torch.library.custom_op("nanorun::fp8_quantize", mutates_args=())
 def quantize(
-    x: Tensor, amax: Tensor | None, bound: float, dtype: torch.dtype
+    x: Tensor, dtype: torch.dtype, amax: Tensor | None = None, bound: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, D) in FP8, its transpose and the scale, from what `amax_and_row_norm` returned or from a bound."""
+    """(N, D) in FP8, its transpose and the scale. Its entries are at most amax[0], as `amax_and_row_norm` returns it,
+    or, without one, at most `bound`."""
     q, q_t, scale = empty_with_transpose(x, dtype)
-    quantize_into(x, amax, bound, q, q_t, scale)
+    quantize_into(q, q_t, scale, x, amax, bound)
     return q, q_t, scale
 
 
-quantize.register_fake(lambda x, amax, bound, dtype: empty_with_transpose(x, dtype))
+quantize.register_fake(lambda x, dtype, amax=None, bound=0.0: empty_with_transpose(x, dtype))
 
 
 def quantize_into(
-    x: Tensor, amax: Tensor | None, bound: float, q: Tensor, q_t: Tensor, scale: Tensor
+    q: Tensor, q_t: Tensor, scale: Tensor, x: Tensor, amax: Tensor | None, bound: float = 0.0
 ) -> None:
+    """`quantize`, into tensors that exist."""
     _quantize_kernel[tiles(x)](
         x.contiguous(),
         x if amax is None else amax,

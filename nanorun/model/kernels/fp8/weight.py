@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from nanorun.model.kernels.fp8.kernel import E4M3, exact_amax_and_row_norm, quantize_into
+from nanorun.model.kernels.fp8.kernel import E4M3, amax_of_rows, quantize_into
 
 
 class Fp8Weight(nn.Module):
@@ -34,8 +34,8 @@ class Fp8Weight(nn.Module):
     @torch.no_grad()
     def requantize(self, *weights: Tensor) -> None:
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        amax = exact_amax_and_row_norm(weight)
-        quantize_into(weight, amax, 0.0, self.data, self.data_t, self.scale)
+        amax = amax_of_rows(weight, stride=1)
+        quantize_into(self.data, self.data_t, self.scale, weight, amax)
         if self.norms:
             self.max_norms[0].copy_(amax[1])
             torch.amax(torch.linalg.vector_norm(weight, dim=0), 0, out=self.max_norms[1])

@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
@@ -79,7 +80,7 @@ def _residual_norm_backward_kernel(
     s,
     inv_rms,
     ds,
-    dgate_in,
+    dgate_input,
     x0,
     lambda_,
     dx,
@@ -102,7 +103,7 @@ def _residual_norm_backward_kernel(
         x0 = tl.load(x0 + at, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.load(inv_rms + row, mask=row < rows, other=0.0)[:, None]
     if GATE_CHANNELS > 0:
-        of = dgate_in + row.to(tl.int64)[:, None] * GATE_CHANNELS + column[None, :]
+        of = dgate_input + row.to(tl.int64)[:, None] * GATE_CHANNELS + column[None, :]
         dn += tl.load(of, mask=inside & (column < GATE_CHANNELS)[None, :], other=0.0).to(tl.float32)
     n = s * inverse
     d = ds + inverse * (dn - n * (tl.sum(dn * n, 1) / columns)[:, None])
@@ -177,18 +178,25 @@ def input_grads(
     dn: Tensor,
     s: Tensor,
     inv_rms: Tensor,
-    ds: Tensor,
-    dgate_in: Tensor | None,
+    ds: Tensor | None,
+    dgate_input: Tensor | None,
     x0: Tensor | None,
     lambda_: Tensor | None,
     mu: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x (that of y is the same), x0, λ and μ; `dgate_in` is a separate gradient of the first channels
-    of n, which a gate reads unquantized."""
+    """The gradients of x (that of y is the same), x0, λ and μ, from those of n = norm(s) and of s; `dgate_input` is a
+    separate gradient of the first channels of n, which a gate reads unquantized. Without `ds` s is x itself, and the
+    gradient is that of the norm alone."""
+    if ds is None:  # plain, so that a compiler fuses it with what follows
+        dn = dn.float()
+        if dgate_input is not None and dgate_input.shape[1] > 0:
+            dn = dn + F.pad(dgate_input.float(), (0, dn.shape[1] - dgate_input.shape[1]))
+        n = s.float() * inv_rms[:, None]
+        return (inv_rms[:, None] * (dn - n * (dn * n).mean(1, keepdim=True))).to(s.dtype), None, None, None
     if x0 is None or lambda_ is None or mu is None:
-        dx, _ = backward(dn, s, inv_rms, ds, dgate_in, None, None)
+        dx, _ = backward(dn, s, inv_rms, ds, dgate_input, None, None)
         return dx, None, None, None
-    dx, sums = backward(dn, s, inv_rms, ds, dgate_in, x0, lambda_)
+    dx, sums = backward(dn, s, inv_rms, ds, dgate_input, x0, lambda_)
     d_dot_s, d_dot_x0 = sums.sum(0).unbind()
     lambda_rounded, mu_rounded = (each.to(s.dtype).float() for each in (lambda_, mu))
     inv_lambda = torch.where(lambda_rounded == 0, 0.0, 1 / lambda_rounded)
@@ -204,7 +212,7 @@ def backward(
     s: Tensor,
     inv_rms: Tensor,
     ds: Tensor,
-    dgate_in: Tensor | None,
+    dgate_input: Tensor | None,
     x0: Tensor | None,
     lambda_: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -212,13 +220,13 @@ def backward(
     dx, sums = _empty_backward(s, x0)
     rows, columns = s.shape
     block_columns, block_rows = _block(columns)
-    gate_channels = 0 if dgate_in is None else dgate_in.shape[1]
+    gate_channels = 0 if dgate_input is None else dgate_input.shape[1]
     _residual_norm_backward_kernel[(triton.cdiv(rows, block_rows),)](
         dn.contiguous(),
         s,
         inv_rms,
         ds.contiguous(),
-        dgate_in.contiguous() if dgate_in is not None and gate_channels else dn,
+        dgate_input.contiguous() if dgate_input is not None and gate_channels else dn,
         s if x0 is None else x0.contiguous(),
         inv_rms if lambda_ is None else lambda_,
         dx,
@@ -239,7 +247,7 @@ def _empty_backward(s: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(s), s.new_empty(programs, 2, dtype=torch.float32)
 
 
-backward.register_fake(lambda dn, s, inv_rms, ds, dgate_in, x0, lambda_: _empty_backward(s, x0))
+backward.register_fake(lambda dn, s, inv_rms, ds, dgate_input, x0, lambda_: _empty_backward(s, x0))
 
 
 def _block(columns: int) -> tuple[int, int]:
