@@ -28,7 +28,7 @@ takes (B, T) tokens in training and (N,) tokens, one per sequence, in decoding.
 
 import functools
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ from nanorun.config import (
     ModelConfig,
 )
 from nanorun.model.attention import BatchAttention
-from nanorun.model.loss import chunked_loss, plain_loss
+from nanorun.model.loss import chunked_loss
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of each token's position, (..., 1, head_dim / 2)
 Gate = Callable[[Tensor], Tensor]  # embeddings (..., D) -> (..., 1)
@@ -145,12 +145,10 @@ class GPT(nn.Module):
         config: ModelConfig,
         backends: tuple[Backend, ...] | None = None,
         dtype: torch.dtype = torch.float32,
-        loss: Literal["chunked", "plain"] = "chunked",
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
         self.batch_attention = BatchAttention(config, backends)
-        self._loss = chunked_loss if loss == "chunked" else plain_loss
         vocab, kv_dim = config.padded_vocab, config.kv_heads * config.head_dim
         self.embed = nn.Embedding(vocab, config.dim)
         self.value_embeds = nn.ModuleDict(
@@ -212,16 +210,16 @@ class GPT(nn.Module):
         """The loss, in nats, summed over all targets but -1 (or of each token, 0 where there is none)."""
         x = self.hidden(tokens, docs)
         softcap, vocab = self.config.softcap, self.config.vocab_size
-        return self._loss(x, self.head.weight, targets, softcap, vocab, "none" if per_token else "sum")
+        return chunked_loss(x, self.head.weight, targets, softcap, vocab, "none" if per_token else "sum")
 
     def logits(self, tokens: Tensor, docs: Tensor | None = None) -> Tensor:
         """fp32 logits of every position (B, T, vocabulary), without the padding of the vocabulary."""
         return self.logits_of(self.hidden(tokens, docs))
 
     def logits_of(self, x: Tensor) -> Tensor:
-        """fp32 logits of the trunk's output."""
-        z: Tensor = self.head(x)[..., : self.config.vocab_size].float()
-        cap = self.config.softcap
+        """fp32 (or fp64) logits of the trunk's output."""
+        z, cap = self.head(x)[..., : self.config.vocab_size], self.config.softcap
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
         return cap * torch.tanh(z / cap) if cap else z
 
     def rope(self, tokens: Tensor, docs: Tensor | None) -> Rope:

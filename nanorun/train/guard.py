@@ -218,9 +218,7 @@ class LossScaler:
         self._good_steps = 0
 
     def update(self, loss: float, grad_norm: float) -> bool:
-        """Adjusts the scale after a step. True when the gradients overflowed and the step must be skipped."""
-        if not self.active:
-            return False
+        """Adjusts the scale after a step in fp16. True when the gradients overflowed: the step must be skipped."""
         if math.isfinite(loss) and not math.isfinite(grad_norm) and self.scale > 1:
             self.scale, self._good_steps = self.scale / 2, 0
             return True

@@ -112,19 +112,16 @@ class Step:
 
     loss: float
     norm: float
-    tokens: int
+    tokens: int  # trained on
+    inputs: (
+        int  # tokens that the model read, trained or not (padding, user messages): throughput counts these
+    )
     seconds: float
     waited: float  # of them, for data
     verdict: StepVerdict
     lr_scale: float  # of the schedule, 1 at the peak
     figures: Mapping[str, Any] = field(default_factory=dict)  # more for the log
     note: str = ""  # for the progress bar
-    read: int | None = None  # input tokens, trained or not (padding, user messages); None: as many as trained
-
-    @property
-    def passed(self) -> int:
-        """Tokens that went through the model, which throughput is measured by."""
-        return self.tokens if self.read is None else self.read
 
 
 class OutOfData(Exception):
@@ -163,8 +160,16 @@ def train_step(t: Training) -> Step:
     t.position = t.loader.state()
     seconds = time.perf_counter() - start
     t.seconds += seconds
-    read = sum(batch.inputs.numel() for batch in batches)
-    return Step(loss_now, norm_now, trained, seconds, waited, verdict, hyperparameters.lr_scale, read=read)
+    return Step(
+        loss=loss_now,
+        norm=norm_now,
+        tokens=trained,
+        inputs=sum(batch.inputs.numel() for batch in batches),
+        seconds=seconds,
+        waited=waited,
+        verdict=verdict,
+        lr_scale=hyperparameters.lr_scale,
+    )
 
 
 def update(
@@ -179,7 +184,7 @@ def update(
         t.fast.refresh()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
-    overflow = t.loss_scaler.update(loss_now, norm_now)
+    overflow = t.loss_scaler.active and t.loss_scaler.update(loss_now, norm_now)
     verdict: StepVerdict = "skip" if overflow else t.guard.check(loss_now, norm_now)
     if overflow:
         t.guard.reason = (
@@ -213,9 +218,9 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
             t.log(step_record(t, step))
-            advanced = 1 if t.unit == "step" else 0 if by_micro_batch else step.passed
+            advanced = 1 if t.unit == "step" else 0 if by_micro_batch else step.inputs
             bar.advance(advanced, step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
-            if warning := t.throughput.record(step.passed, step.seconds, step.waited):
+            if warning := t.throughput.record(step.inputs, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
@@ -237,7 +242,7 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
 
 
 def step_record(t: Training, step: Step) -> dict[str, Any]:
-    speed = step.passed / step.seconds
+    speed = step.inputs / step.seconds
     mfu = t.config.model.flops_per_token * speed / t.peak_flops if t.peak_flops else None
     memory = torch.cuda.max_memory_allocated(t.device) if t.device.type == "cuda" else None
     return {

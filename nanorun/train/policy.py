@@ -106,9 +106,7 @@ def token_logprobs(model: GPT, batch: RolloutTensors, temperature: float) -> Ten
 
 
 def _logprobs(model: GPT, states: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    z, cap = model.head(states)[:, : model.config.vocab_size], model.config.softcap
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    z = (cap * torch.tanh(z / cap) if cap else z) / temperature
+    z = model.logits_of(states) / temperature
     return z.gather(1, targets[:, None])[:, 0] - z.logsumexp(1)
 
 

@@ -174,14 +174,15 @@ def rl_step(t: loop.Training, rl: RLConfig, reference: GPT | None) -> loop.Step:
         "train_tokens_per_s": round(tokens / train_seconds, 1),
     }
     return loop.Step(
-        loss,
-        norm,
-        sampled_tokens,
-        seconds,
-        sampling_seconds,
-        verdict,
-        hyperparameters.lr_scale,
-        figures,
+        loss=loss,
+        norm=norm,
+        tokens=sampled_tokens,
+        inputs=sampled_tokens,
+        seconds=seconds,
+        waited=sampling_seconds,
+        verdict=verdict,
+        lr_scale=hyperparameters.lr_scale,
+        figures=figures,
         note=f"step {t.step}/{t.config.train.steps}, reward {figures['reward']:.3f}",
     )
 

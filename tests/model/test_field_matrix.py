@@ -19,6 +19,7 @@ from nanorun.infer.kernels import step
 from nanorun.model.fast import path
 from nanorun.model.fast.recipe import Recipe, consistent
 from nanorun.model.gpt import GPT
+from nanorun.model.loss import plain_loss
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -86,9 +87,14 @@ def loss_and_gradients(forward, model: GPT) -> tuple[float, dict[str, torch.Tens
 
 def reference(config: ModelConfig) -> tuple[float, dict[str, torch.Tensor]]:
     """The plain trunk in float64 with the definitions of attention and loss."""
-    model = grown(config, backends=("plain",) * config.depth, loss="plain").double()
+    model = grown(config, backends=("plain",) * config.depth).double()
     model.dtype = torch.float64
-    return loss_and_gradients(model, model)
+
+    def loss(tokens, targets, docs):
+        hidden, head = model.hidden(tokens, docs), model.head.weight
+        return plain_loss(hidden, head, targets, config.softcap, config.vocab_size)
+
+    return loss_and_gradients(loss, model)
 
 
 def test_every_field_has_a_decision():
