@@ -73,7 +73,7 @@ def slowly(model: NanorunModel, tasks: list[EncodedTask], counts: list[int]) -> 
     total, judged = 0.0, []
     for task, count in zip(tasks, counts, strict=True):
         start = time.perf_counter()
-        judged.append(score_one_at_a_time(model.all_logits, task, model.context, model.device))
+        judged.append(score_one_at_a_time(model, task))
         total += (time.perf_counter() - start) * count / len(task)
     lengths = [
         (np.repeat(t.prefix_lengths, t.choices) + t.suffix_lengths).sum() * n / len(t)

@@ -131,8 +131,6 @@ def load_newest(
     folder: Path, say: Callable[[str], None] = console.say, *, repair: bool = True
 ) -> Checkpoint | None:
     """The newest intact checkpoint, or None if there are no checkpoints at all."""
-    if not folder.is_dir():
-        return None
     if repair:
         _sweep(folder)
     damaged: dict[str, str] = {}
@@ -163,9 +161,7 @@ def load_newest(
 
 def steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in the folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    numbers = (int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
+    numbers = (int(entry.name) for entry in folder.glob("*/") if entry.name.isdecimal())
     return sorted(step for step in numbers if (folder / _name(step)).is_dir())
 
 

@@ -67,14 +67,15 @@ class Run:
                 else:
                     write_json(folder / CONFIG, stored)
                 (folder / CHECKPOINTS).mkdir(exist_ok=True)
-                _drop_partial_line(folder / METRICS)
+                run = cls(name, folder, handle)
+                run.rewind_metrics(math.inf)  # drops a line that a crash left incomplete
                 on_error.pop_all()
         except OSError as error:
             raise UserError(
                 f"The run folder {folder} cannot be written ({error.strerror}): free space or fix the permissions "
                 "there, or set NANORUN_HOME to another folder."
             ) from error
-        return cls(name, folder, handle)
+        return run
 
     @property
     def checkpoints(self) -> Path:
@@ -99,15 +100,18 @@ class Run:
         if time.monotonic() - self._synced_at >= SYNC_EVERY:
             self._sync()
 
-    def rewind_metrics(self, step: int) -> int:
-        """Removes what was logged after `step`, which is about to run again. Returns the number of lines removed."""
+    def rewind_metrics(self, step: float) -> int:
+        """Removes what was logged after `step`, which is about to run again. Returns the number of lines removed.
+
+        A record without a step belongs to the run as a whole and stays.
+        """
         path = self.folder / METRICS
         if not path.exists():
             return 0
         self._close_metrics()
         lines = path.read_bytes().splitlines(keepends=True)
         records = [(line, _parse(line)) for line in lines]
-        kept = [line for line, record in records if record is not None and _step(record) <= step]
+        kept = [line for line, r in records if r is not None and r.get("step", -math.inf) <= step]
         if len(kept) < len(lines):
             home.replace_file(path, b"".join(kept))
         return len(lines) - len(kept)
@@ -368,18 +372,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def _step(record: dict[str, Any]) -> float:
-    """A record without a step belongs to the run as a whole and is never rewound."""
-    step = record.get("step")
-    return step if isinstance(step, int | float) else -math.inf
-
-
-def _drop_partial_line(path: Path) -> None:
-    """After a crash in the middle of a record, so that the next one is not appended to it."""
-    if path.exists():
-        content = path.read_bytes()
-        complete = content.rfind(b"\n") + 1
-        if complete < len(content):
-            os.truncate(path, complete)

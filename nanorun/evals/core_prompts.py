@@ -94,10 +94,10 @@ def encode_task(
     bundle: Bundle, task: CoreTask, encoder: Encoder, cap: int | None = None, bar: Progress | None = None
 ) -> tuple[EncodedTask, int]:
     """A task's prompts as tokens, from the cache if present, and the number of examples of the whole task."""
-    content = bundle.read(task.file)
-    examples = read_examples(bundle, task, content)
+    examples = read_examples(bundle, task)
     count, pool = apply_cap(task, examples, cap)
-    path = cache_folder() / f"{task.label}-{_cache_key(task, encoder, content, count)}.npz"
+    key = _cache_key(task, encoder, bundle.read(task.file), count)
+    path = cache_folder() / f"{task.label}-{key}.npz"
     encoded = _load(path)
     if encoded is None:
         encoded = encode_examples(task, pool, count, encoder, bar)

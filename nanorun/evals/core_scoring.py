@@ -25,7 +25,7 @@ rank, so the sums that the ranks all-reduce have one nonzero term each, and the 
 size. `score_one_at_a_time` is the reference: example by example, with logits at every position.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -128,17 +128,18 @@ def _example_rows(
 ) -> list[BranchedRow]:
     """The rows that one example's sequences need; its first sequence has this number."""
     sequences = [np.concatenate([prefix, suffix])[-context:] for suffix in suffixes]
-    inputs = [sequence[:-1] for sequence in sequences]
-    hosts: list[np.ndarray] = []  # the inputs that are no prefix of another
-    for each in sorted(inputs, key=len, reverse=True):
-        if _find_host(each, hosts) is None:
-            hosts.append(each)
-    targets: list[list[Targets]] = [[] for _ in hosts]
-    for i, (sequence, count) in enumerate(zip(sequences, scored.tolist(), strict=True)):
-        start = max(len(sequence) - count, 1)
-        host = _find_host(inputs[i], hosts)
-        assert host is not None
-        targets[host].append((np.arange(start - 1, len(sequence) - 1), sequence[start:], number + i))
+    hosts: list[np.ndarray] = []  # the rows that are no prefix of another
+    targets: list[list[Targets]] = []  # of each host
+    for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True):
+        row = sequences[i][:-1]
+        host = next(
+            (h for h, other in enumerate(hosts) if np.array_equal(other[: len(row)], row)), len(hosts)
+        )
+        if host == len(hosts):
+            hosts.append(row)
+            targets.append([])
+        start = max(len(sequences[i]) - int(scored[i]), 1)
+        targets[host].append((np.arange(start - 1, len(row)), sequences[i][start:], number + i))
     common = common_prefix(hosts)
     if not (share_prefixes and len(hosts) > 1 and common >= _MIN_SHARED_PREFIX):
         return [_make_row(host, (), mine) for host, mine in zip(hosts, targets, strict=True)]
@@ -150,11 +151,6 @@ def _example_rows(
         for at, tokens, number in mine
     ]
     return [_make_row(hosts[0][:common], branches, shifted)]
-
-
-def _find_host(row: np.ndarray, hosts: list[np.ndarray]) -> int | None:
-    """The index of the first host that begins with the row."""
-    return next((i for i, host in enumerate(hosts) if np.array_equal(host[: len(row)], row)), None)
 
 
 def _make_row(prefix: np.ndarray, branches: tuple[np.ndarray, ...], targets: list[Targets]) -> BranchedRow:
@@ -197,11 +193,15 @@ def make_batch(rows: Sequence[BranchedRow], multiple: int = 1) -> ScoringBatch:
     for i, row in enumerate(rows):
         length = len(row.prefix)
         positions[i] = length - 1  # of padding: any that a real token could have
-        for number, (start, before, part) in enumerate(_row_parts(row, prefix)):
+        start = 0
+        for number, part in enumerate((row.prefix, *row.branches)):
             end = start + len(part)
             tokens[i, start:end], branch[i, start:end] = part, number
-            previous[i, start : start + 1], previous[i, start + 1 : end] = before, part[:-1]
             positions[i, start:end] = np.arange(len(part)) + (length if number else 0)
+            previous[i, start + 1 : end] = part[:-1]
+            if number:
+                previous[i, start] = row.prefix[-1]
+            start = end if number else prefix
         indices.append(
             i * time + np.where(row.positions < length, row.positions, row.positions - length + prefix)
         )
@@ -211,15 +211,6 @@ def make_batch(rows: Sequence[BranchedRow], multiple: int = 1) -> ScoringBatch:
     return ScoringBatch(
         tokens, previous, positions, branch, prefix, logit_positions, target_rows, targets, sequences
     )
-
-
-def _row_parts(row: BranchedRow, prefix: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """The prefix and the branches: where each starts in a padded row, the token before it, its tokens."""
-    yield 0, 0, row.prefix
-    start = prefix
-    for branch in row.branches:
-        yield start, int(row.prefix[-1]), branch
-        start += len(branch)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -262,20 +253,17 @@ def correct_examples(task: EncodedTask, losses: np.ndarray, is_greedy: np.ndarra
 
 
 @torch.no_grad()
-def score_one_at_a_time(
-    all_logits: Callable[[Tensor], Tensor], task: EncodedTask, context: int, device: torch.device
-) -> np.ndarray:
+def score_one_at_a_time(model: ScoringModel, task: EncodedTask) -> np.ndarray:
     """The reference: which examples are correct, with the choices of one example as a batch and all logits."""
     correct = np.zeros(len(task), dtype=bool)
     for i, (prefix, suffixes, scored) in enumerate(task.examples()):
-        sequences = [
-            torch.from_numpy(np.concatenate([prefix, s])[-context:].astype(np.int64)) for s in suffixes
-        ]
-        logits = all_logits(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device))
+        whole = [np.concatenate([prefix, suffix])[-model.context :] for suffix in suffixes]
+        sequences = [torch.from_numpy(each.astype(np.int64)).to(model.device) for each in whole]
+        logits = model.all_logits(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True))
         losses, is_greedy = [], True
         for row, sequence, count in zip(logits, sequences, scored.tolist(), strict=True):
             start = max(len(sequence) - count, 1)
-            predicted, targets = row[start - 1 : len(sequence) - 1], sequence[start:].to(device)
+            predicted, targets = row[start - 1 : len(sequence) - 1], sequence[start:]
             losses.append(F.cross_entropy(predicted, targets).item())
             is_greedy = bool((predicted.argmax(-1) == targets).all())
         correct[i] = is_greedy if len(suffixes) == 1 else int(np.argmin(losses)) == task.gold[i]

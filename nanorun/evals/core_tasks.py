@@ -149,11 +149,10 @@ def _invalid(bundle: Bundle, name: str, problem: str) -> UserError:
 # -- examples ----------------------------------------------------------------------------------------
 
 
-def read_examples(bundle: Bundle, task: CoreTask, content: bytes | None = None) -> list[Example]:
+def read_examples(bundle: Bundle, task: CoreTask) -> list[Example]:
     """All examples, in the standard shuffled order."""
-    lines = (content if content is not None else bundle.read(task.file)).split(b"\n")
     examples = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(bundle.read(task.file).split(b"\n"), 1):
         if line.strip():
             try:
                 examples.append(_checked(task, _normalized(json.loads(line))))

@@ -65,10 +65,12 @@ def generate_replies(
 ) -> list[GradedReply]:
     """All replies to these questions of a task, in their order, not graded yet."""
     if task.letters is not None:
-        letters = _choose_letters(model, tokenizer, task, indices, settings.batch, on_reply)
+        context, letters = model.config.context, [letters_of(task, i) for i in indices]
+        prompts = [question_prompt(task[i], tokenizer, context, MAX_LETTER_TOKENS) for i in indices]
+        chosen = choose_letters(model, tokenizer, prompts, letters, settings.batch, on_reply)
         return [
             GradedReply(name, i, 0, question_text(task[i]), [{"type": "text", "text": letter}], "letter")
-            for i, letter in zip(indices, letters, strict=True)
+            for i, letter in zip(indices, chosen, strict=True)
         ]
     slots = max_slots(model.config, model.embed.weight.device, settings.batch, model.dtype.itemsize)
     requests = [
@@ -148,27 +150,6 @@ def max_slots(config: ModelConfig, device: torch.device, requested: int, itemsiz
 # -- multiple choice ---------------------------------------------------------------------------------
 
 
-def _choose_letters(
-    model: GPT,
-    tokenizer: Tokenizer,
-    task: Task,
-    indices: Sequence[int],
-    batch: int,
-    on_reply: Callable[[], None],
-) -> list[str]:
-    prompts = [question_prompt(task[i], tokenizer, model.config.context, MAX_LETTER_TOKENS) for i in indices]
-    letters = [letters_of(task, i) for i in indices]
-    chosen = [""] * len(indices)
-    by_length = sorted(range(len(indices)), key=lambda n: len(prompts[n]))  # little padding
-    for start in range(0, len(by_length), batch):
-        part = by_length[start : start + batch]
-        found = choose_letters(model, tokenizer, [prompts[n] for n in part], [letters[n] for n in part])
-        for n, letter in zip(part, found, strict=True):
-            chosen[n] = letter
-            on_reply()
-    return chosen
-
-
 def letters_of(task: Task, index: int) -> Sequence[str]:
     """A task whose questions differ in their number of choices implements `letters_of(index)`."""
     method: Any = getattr(task, "letters_of", None)
@@ -178,17 +159,26 @@ def letters_of(task: Task, index: int) -> Sequence[str]:
 
 @torch.no_grad()
 def choose_letters(
-    model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], letters: Sequence[Sequence[str]]
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    letters: Sequence[Sequence[str]],
+    batch: int = 64,
+    on_reply: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """The most likely of its letters for each prompt."""
-    chosen = []
-    for row, prompt, choices in zip(_next_logits(model, prompts), prompts, letters, strict=True):
-        tokens = [_letter_tokens(tokenizer, letter) for letter in choices]
-        if all(tokens) and len({ids[0] for ids in tokens}) == len(choices):
-            scores = torch.stack([row[ids].logsumexp(0) for ids in tokens])
-        else:
-            scores = _answer_logprobs(model, tokenizer, prompt, choices)
-        chosen.append(choices[int(scores.argmax())])
+    """The most likely of its letters for each prompt. Prompts of similar length share a batch: little padding."""
+    chosen = [""] * len(prompts)
+    by_length = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    for start in range(0, len(prompts), batch):
+        part = by_length[start : start + batch]
+        for n, logits in zip(part, _next_logits(model, [prompts[n] for n in part]), strict=True):
+            tokens = [_letter_tokens(tokenizer, letter) for letter in letters[n]]
+            if all(tokens) and len({ids[0] for ids in tokens}) == len(tokens):
+                scores = torch.stack([logits[ids].logsumexp(0) for ids in tokens])
+            else:
+                scores = _answer_logprobs(model, tokenizer, prompts[n], letters[n])
+            chosen[n] = letters[n][int(scores.argmax())]
+            on_reply()
     return chosen
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from core_worlds import (
-    CPU,
     KnownModel,
     byte_tokenizer,
     grown_model,
@@ -214,7 +213,7 @@ SHAPES = {
 @pytest.mark.parametrize("context", [160, 1024])
 def test_every_example_gets_the_same_result_batched_and_one_at_a_time(mixed, shape, context):
     model = NanorunModel(grown_model(TOKENIZER.vocab_size, context=context, **SHAPES[shape]))
-    slow = [score_one_at_a_time(model.all_logits, task, context, CPU) for task in mixed]
+    slow = [score_one_at_a_time(model, task) for task in mixed]
     assert 0.2 < np.concatenate(slow).mean() < 0.6
     for model.shares_prefixes, batch_tokens in ((True, 1), (True, 3000), (True, 100_000), (False, 3000)):
         scores, at = score_tasks(model, mixed, batch_tokens), 0
@@ -387,7 +386,7 @@ def test_the_real_bundle_is_evaluated_fast_and_like_one_at_a_time(home, core_arc
     for label in ("hellaswag", "winogrande", "squad", "boolq"):
         (only,) = [each for each in read_tasks(bundle) if each.label == label]
         encoded, _ = encode_task(bundle, only, tokenizer, 3)
-        slow = score_one_at_a_time(model.all_logits, encoded, 512, CPU)
+        slow = score_one_at_a_time(model, encoded)
         assert result["tasks"][label]["accuracy"] == pytest.approx(slow.mean())
 
 

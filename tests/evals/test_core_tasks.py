@@ -220,9 +220,10 @@ def test_an_invalid_bundle_is_a_user_error(tmp_path, mistake):
 )
 def test_an_invalid_example_is_reported_with_its_line(tmp_path, kind, line, words):
     about = {"icl_task_type": kind, "num_fewshot": [0], "examples": questions(kind, 2)}
-    bundle = open_bundle(write_bundle(tmp_path, {"t": about}))
+    folder = write_bundle(tmp_path, {"t": about})
     file = tmp_path / "eval_data" / "some" / "t.jsonl"
     file.write_text(file.read_text() + "\n" + line)
+    bundle = open_bundle(folder)
     with pytest.raises(UserError, match=rf"Line 4 of eval_data/some/t\.jsonl .*{words}"):
         read_examples(bundle, read_tasks(bundle)[0])
 
