@@ -16,9 +16,10 @@ data/core-prompts/ holds one .npz per task (plain arrays, no pickle). Its name i
 tokens depend on, so a cached file is never stale; deleting the folder costs only the time to encode again.
 """
 
+import contextlib
 import hashlib
+import io
 import json
-import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -170,12 +171,9 @@ def _load(path: Path) -> EncodedTask | None:
 
 
 def _store(encoded: EncodedTask, path: Path) -> None:
-    """Writes the file atomically. If the home is read-only, the next evaluation encodes again."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    """If the home is read-only, the next evaluation encodes again."""
+    content = io.BytesIO()
+    np.savez(content, **dict(zip(_KEYS, vars(encoded).values(), strict=True)))
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            np.savez(file, **dict(zip(_KEYS, vars(encoded).values(), strict=True)))
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        home.replace_file(path, content.getvalue())
