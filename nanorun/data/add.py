@@ -40,8 +40,6 @@ def add_files(
     separator: str | None = None,
     replace: bool = False,
 ) -> Dataset:
-    if not paths:
-        raise UserError("data add needs at least one file or folder.")
     files = collect_files(paths)
     val_files = collect_files([val]) if val is not None else []
     held_out = {path.resolve() for path in val_files}

@@ -55,20 +55,18 @@ class BinWriter(ShardWriter):
 
     suffix, counted = "bin", "tokens"
 
-    def __init__(
-        self, folder: Path, split: Split, bos: int, first: int = 0, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
+    def __init__(self, folder: Path, split: Split, bos: int, first: int = 0) -> None:
         super().__init__(folder, split, first)
         if not 0 <= bos < 1 << 16:
             raise UserError(
                 f"The delimiter {bos} does not fit the 16-bit tokens of a token shard: use a smaller vocabulary."
             )
-        self.bos, self.shard_tokens = bos, shard_tokens
+        self.bos = bos
 
     def add(self, tokens: NDArray[Any], offsets: NDArray[np.int64], text_bytes: Sequence[int]) -> None:
         """Adds documents: a flat array without delimiters, and the offsets at which each begins and ends."""
         for i, (begin, end) in enumerate(pairwise(offsets.tolist())):
-            if self._file is not None and self._count + 1 + end - begin > self.shard_tokens:
+            if self._file is not None and self._count + 1 + end - begin > SHARD_TOKENS:
                 self._finish_shard()
             if self._file is None:
                 self._file = open(self._path(), "wb")  # noqa: SIM115 (closed by _finish_shard or close)
@@ -125,16 +123,7 @@ def tokenize_dataset(
             "bin",
             tuple(shards),
             source=f"dataset {dataset.name}",
-            tokenizer=describe_tokenizer(tokenizer),
+            tokenizer={key: getattr(tokenizer, key) for key in ("name", "fingerprint", "bos", "vocab_size")},
         )
         made.save(folder)
     return made
-
-
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "name": tokenizer.name,
-        "fingerprint": tokenizer.fingerprint,
-        "bos": tokenizer.bos,
-        "vocab_size": tokenizer.vocab_size,
-    }

@@ -137,15 +137,8 @@ def _read_manifest(folder: Path) -> Dataset:
         shards = tuple(_shard(entry) for entry in record["shards"])
         if any("/" in shard.file or "\\" in shard.file or shard.file.startswith(".") for shard in shards):
             raise UserError(f"{path} names files outside its folder: do not trust this dataset.")
-        return Dataset(
-            name=folder.name,
-            folder=folder,
-            kind=record["kind"],
-            shards=shards,
-            source=record["source"],
-            tokenizer=record["tokenizer"],
-            created=record["created"],
-        )
+        named = {key: record[key] for key in ("kind", "source", "tokenizer", "created")}
+        return Dataset(folder.name, folder, shards=shards, **named)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -50,15 +50,10 @@ Result = TypeVar("Result")
 def fetch(url: str, final: Path, *, check: Check, sha256: str | None = None, bar: Progress) -> Path:
     """Downloads a plain URL to `final`. A `.part` left by a killed process is continued."""
     part = final.with_name(f"{final.name}.part")
-
-    def receive() -> Path:
-        _receive(url, part, bar)
-        return part
-
     with lock_folder(final.parent):
         if final.is_file() and _problem(final, check, sha256) is None:
             return final  # another process finished it while this one waited for the lock
-        return download(receive, final, url, check=check, sha256=sha256)
+        return download(lambda: _receive(url, part, bar), final, url, check=check, sha256=sha256)
 
 
 def download(
@@ -94,8 +89,8 @@ def _problem(path: Path, check: Check, sha256: str | None) -> str | None:
     return None
 
 
-def _receive(url: str, part: Path, bar: Progress) -> None:
-    """Downloads the rest of `part`."""
+def _receive(url: str, part: Path, bar: Progress) -> Path:
+    """Downloads the rest of `part`, and returns it."""
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
 
@@ -114,6 +109,7 @@ def _receive(url: str, part: Path, bar: Progress) -> None:
             if error.response.status_code == 416:  # the part is not the beginning of this file
                 file.truncate(0)
             raise
+    return part
 
 
 # Requests

@@ -41,7 +41,7 @@ def get_dataset(
         return make_sample(sample_bytes, seed, replace=replace)
     if name not in hub.CORPORA:
         raise UserError(f"There is no corpus '{name}': choose one of sample, {', '.join(hub.CORPORA)}, core.")
-    return _download(name, shards, workers)
+    return _download(name, shards or hub.DEFAULT_SHARDS, workers)
 
 
 def make_sample(
@@ -70,10 +70,9 @@ def _counted(documents: Iterator[str], bar: Progress) -> Iterator[str]:
         yield document
 
 
-def _download(name: str, shards: int | None, workers: int) -> Dataset:
+def _download(name: str, shards: int, workers: int) -> Dataset:
     home.make_home()
     corpus, folder = hub.CORPORA[name], home.data_dir() / name
-    shards = shards or hub.DEFAULT_SHARDS
     known: dict[str, Shard] = {}
     if (folder / MANIFEST).is_file():
         existing = open_dataset(name)

@@ -29,7 +29,7 @@ PUBLIC: dict[str, Callable[[Path, str], Examples]] = {
     "mmlu": mmlu,
     "gsm8k": Gsm8k,
     "humaneval": HumanEval,
-    "spelling": lambda where, split: _spelling(where, split),
+    "spelling": SpellingBee,
 }
 NEED_NO_FILES = {*SAMPLE_TASKS, "sample-chat", "spelling"}
 CHATCORE = tuple(PUBLIC)
@@ -71,14 +71,6 @@ def open_task(
     if not hasattr(examples, "reward"):
         raise UserError(f"{spec} has no `reward` to grade replies with: it can only be trained on.")
     return cast(Task, examples)
-
-
-def _spelling(where: Path, split: str) -> Examples:
-    """With the folder's word list or, without one, nanorun's common words."""
-    try:
-        return SpellingBee(where, split)
-    except TaskFilesMissing:
-        return SpellingBee(None, split)
 
 
 def read_conversations(where: Path, pattern: str | None = None) -> ConversationList:

@@ -5,6 +5,7 @@ index alone. One word in eight is held out for the test, so memorizing the train
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -13,7 +14,7 @@ from nanorun.data.sample.questions import Question, is_correct
 from nanorun.data.sample.rng import RandomStream, held_out
 from nanorun.errors import UserError
 from nanorun.tasks.gsm8k import final_number
-from nanorun.tasks.task import Conversation, exchange, find_files, reply_text
+from nanorun.tasks.task import Conversation, TaskFilesMissing, exchange, find_files, reply_text
 from nanorun.text.chat import Part
 
 WORD_FILES = ("words_alpha.txt", "words.txt")
@@ -41,25 +42,24 @@ COUNT = (
 
 
 class SpellingBee:
-    """`where` is a file with one word per line, or a folder with such a file; None: the few hundred common words."""
+    """`where` is a file with one word per line, or a folder with one; without it, a few hundred common words."""
 
     name, baseline, letters = "spelling", 0.0, None
 
-    def __init__(self, where: Path | None = None, split: str = "test", size: int | None = None) -> None:
+    def __init__(self, where: Path, split: str = "test") -> None:
         if split not in SIZES:
             raise UserError(f"The task spelling has no split '{split}': choose {' or '.join(SIZES)}.")
         words: Sequence[str] = COMMON
-        if where is not None:
+        with suppress(TaskFilesMissing):
             text = find_files(where, WORD_FILES, "spelling's word")[0].read_text(encoding="utf-8")
             words = [word for line in text.splitlines() if (word := line.strip().lower()).isalpha()]
         self._split = split
         self._words = [w for w in words if len(w) > 1 and held_out("bee", w) == (split != "train")]
         if not self._words:
             raise UserError("The spelling bee needs a file with more words, one per line.")
-        self._size = SIZES[split] if size is None else size
 
     def __len__(self) -> int:
-        return self._size
+        return SIZES[self._split]
 
     def __getitem__(self, index: int) -> Conversation:
         prompt, reply, _ = self._compose(index)
@@ -73,7 +73,7 @@ class SpellingBee:
 
     def _compose(self, index: int) -> tuple[str, list[Part], str]:
         """The question, a reference reply, and the answer."""
-        if not 0 <= index < self._size:
+        if not 0 <= index < len(self):
             raise IndexError(index)
         rng = RandomStream("bee", self._split, index)
         word = rng.choice(self._words)

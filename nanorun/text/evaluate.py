@@ -15,18 +15,13 @@ from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
 
 
-def evaluate_tokenizers(
-    texts: Sequence[str],
-    tokenizers: Sequence[Tokenizer],
-    repeats: int = 3,
-    threads: int | None = None,
-) -> list[dict[str, Any]]:
+def evaluate_tokenizers(texts: Sequence[str], tokenizers: Sequence[Tokenizer]) -> list[dict[str, Any]]:
     """A record for each tokenizer. `kinds` has its bytes per token for each of SAMPLES."""
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
     if not size:
         raise UserError("There is no text to evaluate tokenizers on: name a dataset with validation text.")
-    threads = threads or usable_cores()
-    one, many = _time_encoding(texts, tokenizers, repeats, threads)
+    threads = usable_cores()
+    one, many = _time_encoding(texts, tokenizers, threads)
     reports = []
     for i, tokenizer in enumerate(tokenizers):
         tokens, offsets = tokenizer.encode_documents(texts, threads)
@@ -53,17 +48,17 @@ def evaluate_tokenizers(
     return reports
 
 
-def bytes_per_token(tokenizer: Tokenizer, texts: Sequence[str], threads: int = 1) -> float:
+def bytes_per_token(tokenizer: Tokenizer, texts: Sequence[str]) -> float:
     size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-    return size / max(1, len(tokenizer.encode_documents(texts, threads)[0]))
+    return size / max(1, len(tokenizer.encode_documents(texts)[0]))
 
 
 def _time_encoding(
-    texts: Sequence[str], tokenizers: Sequence[Tokenizer], repeats: int, threads: int
+    texts: Sequence[str], tokenizers: Sequence[Tokenizer], threads: int
 ) -> tuple[list[float], list[float]]:
     """The shortest time in seconds of each tokenizer for all texts, on one thread and on `threads`."""
     one, many = [float("inf")] * len(tokenizers), [float("inf")] * len(tokenizers)
-    for _ in range(max(1, repeats)):
+    for _ in range(3):
         for i, tokenizer in enumerate(tokenizers):
             for best, used in ((one, 1), (many, threads)):
                 start = time.perf_counter()

@@ -33,7 +33,6 @@ _PUBLIC: dict[str, dict[str, Any]] = {
         "file": "gpt2.tiktoken",
         "url": "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken",
         "sha256": "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
-        "ranks": 50_256,
         "bos": 50_256,
         "chat_from": 50_257,
     },
@@ -42,7 +41,6 @@ _PUBLIC: dict[str, dict[str, Any]] = {
         "file": "cl100k_base.tiktoken",
         "url": "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken",
         "sha256": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
-        "ranks": 100_256,
         "bos": 100_257,
         "chat_from": 100_277,  # after cl100k's own special tokens, the last of which is 100276
     },
@@ -95,12 +93,10 @@ def public_tokenizer(name: str, ranks_file: Path) -> Tokenizer:
     """The tokenizer of "gpt2" or "gpt4" (cl100k_base), whose file of ranks is verified."""
     public = _PUBLIC[name]
     text = read_capped(ranks_file, MAX_RANKS_BYTES)
-    ranks = parse_ranks(text, ranks_file)
-    if len(ranks) != public["ranks"] or hashlib.sha256(text).hexdigest() != public["sha256"]:
+    if hashlib.sha256(text).hexdigest() != public["sha256"]:
         raise UserError(
-            f"{ranks_file} does not hold the {public['ranks']} ranks of {name} unchanged (it has {len(ranks)}): "
-            f"download it again from {public['url']}"
+            f"{ranks_file} does not hold the ranks of {name} unchanged: download it again from {public['url']}"
         )
     special = {_END_OF_TEXT: public["bos"]}
     special |= {token: public["chat_from"] + i for i, token in enumerate(CHAT_TOKENS)}
-    return Tokenizer(name, public["pattern"], ranks, special, bos=_END_OF_TEXT)
+    return Tokenizer(name, public["pattern"], parse_ranks(text, ranks_file), special, bos=_END_OF_TEXT)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanorun import home as home_module
+from nanorun.data import bins
 from nanorun.data import dataset as dataset_module
 from nanorun.data.add import add_files, default_name
 from nanorun.data.bins import BinWriter, read_bin
@@ -286,8 +287,9 @@ def test_a_name_is_taken_from_the_file_or_its_folder(tmp_path):
     assert default_name([tmp_path / "my notes" / "a.txt.gz", tmp_path / "b"]) == "my-notes"
 
 
-def test_bin_shards_are_read_as_they_were_written_and_never_split_a_document(tmp_path):
-    writer = BinWriter(tmp_path, "train", bos=999, shard_tokens=100)
+def test_bin_shards_are_read_as_they_were_written_and_never_split_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(bins, "SHARD_TOKENS", 100)
+    writer = BinWriter(tmp_path, "train", bos=999)
     lengths = [30, 60, 5, 150, 20, 99]
     tokens = np.arange(sum(lengths), dtype=np.uint16)
     offsets = np.concatenate([[0], np.cumsum(lengths)])

@@ -261,10 +261,10 @@ def test_humaneval_without_a_sandbox_is_refused_and_runs_nothing(tmp_path, monke
 def test_the_spelling_bee_spells_counts_and_judges(tmp_path):
     words = tmp_path / "words_alpha.txt"
     words.write_text("\n".join(f"w{'abcdefghij'[i // 10]}{'klmnopqrst'[i % 10]}y" for i in range(100)))
-    train, test = SpellingBee(tmp_path, "train", 300), SpellingBee(tmp_path, "test", 60)
+    train, test = SpellingBee(tmp_path, "train"), SpellingBee(tmp_path, "test")
     kinds, seen = set(), {"train": set(), "test": set()}
     for task in (train, test):
-        for i in range(len(task)):
+        for i in range(256):
             prompt, reply = (message["content"] for message in task[i]["messages"])
             kinds.add(tuple(part["type"] for part in reply))
             assert task.reward(i, reply) == 1, (prompt, reply)
@@ -283,7 +283,7 @@ def test_the_spelling_bee_spells_counts_and_judges(tmp_path):
     assert not seen["train"] & seen["test"], "the test's words are not trained on"
     assert [train[i] for i in range(9)] == [SpellingBee(tmp_path, "train")[i] for i in range(9)]
     with pytest.raises(IndexError):
-        test[60]
+        test[256]
 
 
 def test_the_spelling_bee_needs_no_file(tmp_path):
@@ -291,7 +291,7 @@ def test_the_spelling_bee_needs_no_file(tmp_path):
 
 
 def test_a_wrong_count_by_hand_on_the_way_is_not_the_answer(tmp_path):
-    bee = SpellingBee(None, "test")
+    bee = SpellingBee(tmp_path, "test")
     i = next(i for i in range(len(bee)) if "####" in bee[i]["messages"][1]["content"][-1]["text"])
     right = bee[i]["messages"][1]["content"][-1]["text"].split()[-1]
     assert bee.reward(i, text(f"(1) (2) (3) {right}\n#### {int(right) + 1}")) == 0

@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from nanorun.errors import UserError
+from nanorun.hardware import usable_cores
 from nanorun.text.evaluate import SAMPLES, bytes_per_token, evaluate_tokenizers
 from nanorun.text.tokenizer import PATTERN, Tokenizer, special_ids_from
 
@@ -13,7 +14,7 @@ def bytes_only() -> Tokenizer:
 
 
 def test_a_tokenizer_without_merges_has_one_byte_a_token(bytes_only: Tokenizer) -> None:
-    (report,) = evaluate_tokenizers(["één woord", "twee  woorden hier"], [bytes_only], repeats=1)
+    (report,) = evaluate_tokenizers(["één woord", "twee  woorden hier"], [bytes_only])
     assert report["tokens"] == 29
     assert report["bytes_per_token"] == 1
     assert report["chars_per_token"] == pytest.approx(27 / 29)
@@ -26,7 +27,7 @@ def test_reports_compare_tokenizers_on_the_same_texts(
     tokenizer: Tokenizer, bytes_only: Tokenizer, made_text: Callable[..., list[str]]
 ) -> None:
     texts = made_text(20, seed=7)
-    small, plain = evaluate_tokenizers(texts, [tokenizer, bytes_only], repeats=2, threads=2)
+    small, plain = evaluate_tokenizers(texts, [tokenizer, bytes_only])
     assert (small["name"], plain["name"]) == ("small", "bytes")
     assert (small["vocab_size"], plain["vocab_size"]) == (512, 265)
     assert small["bytes_per_token"] == pytest.approx(bytes_per_token(tokenizer, texts))
@@ -35,13 +36,13 @@ def test_reports_compare_tokenizers_on_the_same_texts(
     for report in (small, plain):
         assert report["mb_per_s"] > 0
         assert report["mb_per_s_all"] > 0
-        assert report["threads"] == 2
+        assert report["threads"] == usable_cores()
         assert report["roundtrip"]
         assert set(report["kinds"]) == set(SAMPLES)
 
 
 def test_text_that_is_not_given_back_exactly_is_reported(tokenizer: Tokenizer) -> None:
-    (report,) = evaluate_tokenizers(["fine", "lone \ud800 surrogate"], [tokenizer], repeats=1)
+    (report,) = evaluate_tokenizers(["fine", "lone \ud800 surrogate"], [tokenizer])
     assert not report["roundtrip"]
 
 
