@@ -109,17 +109,15 @@ def open_dataset(name: str | None = None) -> Dataset:
                 f"There is no data in {home.data_dir()}: nanorun data add FILE... takes your own text, "
                 "nanorun data get sample builds the small sample world."
             )
-    folder = home.data_dir() / name
-    if not (folder / MANIFEST).is_file() and (Path(name) / MANIFEST).is_file():
-        folder = Path(name)
-    if not (folder / MANIFEST).is_file():
-        known = ", ".join(dataset_names()) or "none yet"
-        raise UserError(
-            f"There is no dataset '{name}' in {home.data_dir()} (there: {known}): see nanorun data ls."
-        )
-    dataset = _read_manifest(folder)
-    dataset.check_files()
-    return dataset
+    for folder in (home.data_dir() / name, Path(name)):
+        if (folder / MANIFEST).is_file():
+            dataset = _read_manifest(folder)
+            dataset.check_files()
+            return dataset
+    known = ", ".join(dataset_names()) or "none yet"
+    raise UserError(
+        f"There is no dataset '{name}' in {home.data_dir()} (there: {known}): see nanorun data ls."
+    )
 
 
 def dataset_names() -> list[str]:

@@ -155,10 +155,7 @@ def _explain(error: BaseException) -> tuple[str, bool]:
         other = "the server failed" if is_transient else "the server refused the request: check the address"
         return f"{_ADVICE.get(status, other)} (HTTP {status})", is_transient
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            "the disk is full: free some space or set NANORUN_HOME to another disk, then run it again",
-            False,
-        )
+        return "the disk is full: free space or set NANORUN_HOME to another disk, then run it again", False
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot write ({error}): check the folder and its permissions", False
     if isinstance(error, ValueError | LookupError | TypeError | AttributeError | RecursionError):

@@ -100,72 +100,40 @@ class MixtureSpec:
         return {"name": self.name, **{key: [asdict(e) for e in entries] for key, entries in parts.items()}}
 
 
+# Named mixtures, in the format of the JSON files.
 MIXTURES = {
     # The sample world's skills, one question at a time; counting letters is left to the next stages.
-    "sample-mid": MixtureSpec(
-        "sample-mid",
-        (
-            MixtureEntry("sample-spelling", stop=4_000),
-            MixtureEntry("sample-sums", stop=2_000),
-        ),
-        (MixtureEntry("sample-spelling", "val", stop=100), MixtureEntry("sample-sums", "val", stop=100)),
-    ),
+    "sample-mid": """{
+        "train": [{"task": "sample-spelling", "stop": 4000}, {"task": "sample-sums", "stop": 2000}],
+        "val": [{"task": "sample-spelling", "split": "val", "stop": 100},
+                {"task": "sample-sums", "split": "val", "stop": 100}]}""",
     # The sample world's conversations.
-    "sample": MixtureSpec(
-        "sample",
-        (MixtureEntry("sample-chat", stop=10_000),),
-        (MixtureEntry("sample-chat", "val", stop=400),),
-    ),
+    "sample": """{
+        "train": [{"task": "sample-chat", "stop": 10000}],
+        "val": [{"task": "sample-chat", "split": "val", "stop": 400}]}""",
     # Formats and skills: multiple choice, calculation, spelling, and the first conversations.
-    "mid": MixtureSpec(
-        "mid",
-        (
-            MixtureEntry("arc-easy"),
-            MixtureEntry("arc-challenge"),
-            MixtureEntry("mmlu"),
-            MixtureEntry("gsm8k"),
-            MixtureEntry("spelling", stop=10_000),
-            MixtureEntry("chat:smol*/**/train-*"),
-            MixtureEntry("chat:sft_t0_p3", stop=5_000),
-            MixtureEntry("chat:sft_natural_instructions", stop=5_000),
-            MixtureEntry("chat:sft_gpteacher"),
-        ),
-        optional=True,
-    ),
+    "mid": """{
+        "train": ["arc-easy", "arc-challenge", "mmlu", "gsm8k", {"task": "spelling", "stop": 10000},
+                  "chat:smol*/**/train-*", {"task": "chat:sft_t0_p3", "stop": 5000},
+                  {"task": "chat:sft_natural_instructions", "stop": 5000}, "chat:sft_gpteacher"]}""",
     # High-quality conversations, with the skills mixed in so that they are not forgotten.
-    "sft": MixtureSpec(
-        "sft",
-        (
-            MixtureEntry("arc-easy"),
-            MixtureEntry("arc-challenge"),
-            MixtureEntry("arc-easy", "val"),
-            MixtureEntry("arc-challenge", "val"),
-            MixtureEntry("mmlu"),
-            MixtureEntry("mmlu", "val"),
-            MixtureEntry("gsm8k", repeat=2),
-            MixtureEntry("spelling", stop=6_000),
-            MixtureEntry("chat:smol*/**/train-*"),
-            MixtureEntry("chat:sft_lima"),
-            MixtureEntry("chat:sft_dolly_6k"),
-            MixtureEntry("chat:sft_gpteacher"),
-            MixtureEntry("chat:sft_alpaca_gpt4_1k"),
-            MixtureEntry("chat:sft_selfinstruct_human"),
-            MixtureEntry("chat:identity*", repeat=2),
-        ),
-        optional=True,
-    ),
+    "sft": """{
+        "train": ["arc-easy", "arc-challenge", {"task": "arc-easy", "split": "val"},
+                  {"task": "arc-challenge", "split": "val"}, "mmlu", {"task": "mmlu", "split": "val"},
+                  {"task": "gsm8k", "repeat": 2}, {"task": "spelling", "stop": 6000},
+                  "chat:smol*/**/train-*", "chat:sft_lima", "chat:sft_dolly_6k", "chat:sft_gpteacher",
+                  "chat:sft_alpaca_gpt4_1k", "chat:sft_selfinstruct_human",
+                  {"task": "chat:identity*", "repeat": 2}]}""",
 }
 
 
 def find_mixture(name: str) -> MixtureSpec:
     """A mixture by name, or from a JSON file."""
-    if name in MIXTURES:
-        return MIXTURES[name]
     path = Path(name)
-    if path.suffix != ".json":
+    if name not in MIXTURES and path.suffix != ".json":
         raise UserError(f"There is no mixture '{name}': choose {', '.join(MIXTURES)}, or give a .json file.")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(MIXTURES.get(name) or path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"Cannot read the mixture {path}: {error.strerror}.") from error
     except ValueError as error:
@@ -177,7 +145,7 @@ def find_mixture(name: str) -> MixtureSpec:
             f'{path} must hold {{"train": [...], "val": [...]}} with at least one task to train on.'
         )
     train, val = (_parse_entries(record.get(key, ()), path) for key in ("train", "val"))
-    return MixtureSpec(str(record.get("name", path.stem)), train, val)
+    return MixtureSpec(str(record.get("name", path.stem)), train, val, optional=name in MIXTURES)
 
 
 def prepare_mixture(
@@ -251,7 +219,8 @@ def _parse_entries(records: Any, path: Path) -> tuple[MixtureEntry, ...]:
                 '"split", "start", "stop" and "repeat".'
             )
         entry = MixtureEntry(**values)
-        if user_code.is_code(entry.task) or (path.parent / entry.task).exists():
+        is_path = user_code.is_code(entry.task) or (path.parent / entry.task).exists()
+        if is_path and path.suffix == ".json":  # in a named mixture, they are names
             entry = replace(entry, task=user_code.absolute_spec(str(path.parent / entry.task)))
         entries.append(entry)
     return tuple(entries)

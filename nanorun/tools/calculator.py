@@ -220,13 +220,10 @@ def _round(value: Any, digits: int = 0) -> Any:
     return round(value, digits) if digits else round(value)
 
 
-def _number(kind: type[int] | type[float]) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if isinstance(value, str):
-            _bound(len(value), 310)
-        return kind(value)
-
-    return convert
+def _numeral(value: Any) -> Any:
+    if isinstance(value, str):
+        _bound(len(value), 310)
+    return value
 
 
 def _method(value: Any, name: str, args: list[Any]) -> Any:
@@ -243,8 +240,8 @@ def _method(value: Any, name: str, args: list[Any]) -> Any:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
-    "float": _number(float),
-    "int": _number(int),
+    "float": lambda value: float(_numeral(value)),
+    "int": lambda value: int(_numeral(value)),
     "len": len,
     "list": lambda value: list(_text_or_list(value)),
     "max": max,
@@ -252,7 +249,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reversed": lambda value: _text_or_list(value)[::-1],
     "round": _round,
     "sorted": sorted,
-    "sqrt": lambda value: math.sqrt(value),
+    "sqrt": math.sqrt,
     "str": str,
     "sum": sum,
 }

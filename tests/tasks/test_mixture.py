@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from nanorun.errors import UserError
 from nanorun.tasks.mixture import (
     HOLD_OUT_EVERY,
-    MIXTURES,
     Mixture,
     MixtureEntry,
     MixtureSpec,
@@ -100,13 +99,13 @@ def test_beyond_the_end_is_an_index_error():
 
 def test_the_order_is_the_same_in_another_process():
     code = (
-        "import json\nfrom nanorun.tasks.mixture import MIXTURES, prepare_mixture\n"
-        "_, train, val = prepare_mixture(MIXTURES['sample'], seed=3)\n"
+        "import json\nfrom nanorun.tasks.mixture import find_mixture, prepare_mixture\n"
+        "_, train, val = prepare_mixture(find_mixture('sample'), seed=3)\n"
         "print(json.dumps([[m[i] for i in range(0, 400, 7)] for m in (train, val)]))"
     )
     environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77", "PATH": "/usr/bin"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    _, train, val = prepare_mixture(MIXTURES["sample"], seed=3)
+    _, train, val = prepare_mixture(find_mixture("sample"), seed=3)
     assert json.loads(done.stdout) == [[m[i] for i in range(0, 400, 7)] for m in (train, val)]
 
 
@@ -153,7 +152,7 @@ def test_without_val_every_fiftieth_is_kept_however_often_the_rest_is_repeated(t
 
 def test_a_named_mixture_leaves_out_what_is_not_here_and_says_so(tmp_path, capsys):
     chat(tmp_path / "sft_lima.jsonl", 200)
-    used, train, _ = prepare_mixture(MIXTURES["sft"], tmp_path)
+    used, train, _ = prepare_mixture(find_mixture("sft"), tmp_path)
     assert [entry.task for entry in used.train] == ["spelling", "chat:sft_lima"]
     assert len(train) == 6000 - 120 + 196
     said = capsys.readouterr().err
@@ -164,7 +163,7 @@ def test_a_named_mixture_leaves_out_what_is_not_here_and_says_so(tmp_path, capsy
 def test_nothing_at_all_is_one_sentence(tmp_path):
     for name in ("sft", "mid"):
         with pytest.raises(UserError, match=f"Nothing of the mixture '{name}' is in"):
-            prepare_mixture(MIXTURES[name], tmp_path)
+            prepare_mixture(find_mixture(name), tmp_path)
     with pytest.raises(UserError, match="gsm8k's train files are not in"):
         prepare_mixture(MixtureSpec("x", (MixtureEntry("gsm8k"),)), tmp_path)
 

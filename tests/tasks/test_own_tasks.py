@@ -12,7 +12,7 @@ import pytest
 from nanorun.data.sample.world import FACTS
 from nanorun.errors import UserError
 from nanorun.tasks.catalogue import open_examples, open_task, read_conversations
-from nanorun.tasks.mixture import MIXTURES, MixtureEntry, MixtureSpec, find_mixture, prepare_mixture
+from nanorun.tasks.mixture import MixtureEntry, MixtureSpec, find_mixture, prepare_mixture
 from nanorun.tasks.task import question_messages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,6 +185,6 @@ def test_the_sample_worlds_test_asks_in_words_that_training_never_used():
 def test_training_looks_at_other_questions_on_its_way_than_the_test_asks():
     way, test = open_task("sample-facts", "val"), open_task("sample-facts", "test")
     assert way[0] != test[0]
-    _, train, val = prepare_mixture(MIXTURES["sample"])
+    _, train, val = prepare_mixture(find_mixture("sample"))
     assert len(train) > 1000
     assert len(val) >= 200

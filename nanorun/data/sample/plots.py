@@ -29,8 +29,9 @@ def _validation(told: Tellings, val: Tellings) -> Tellings:
     return val + named if val else told
 
 
-PLOTS = (
-    Plot("""
+PLOTS = tuple(
+    Plot(text)
+    for text in """
         title      {n} and the Lost Scarf
         title_val  The Lost Scarf of {n}
         1          One morning {n} the {trade} could not find {his} {scarf} scarf.
@@ -55,8 +56,7 @@ PLOTS = (
         5          {n} gave {phim} some {meal}, and got the scarf back.
         5          They shared the scarf for the rest of the winter.
         5_val      {n} laughed and gave {phim} some {meal}.
-    """),
-    Plot("""
+
         title      {festival} in {home}
         title_val  How {home} Kept {festival}
         1          It was the morning of {festival}, and all of {home} was awake before the sun.
@@ -82,8 +82,7 @@ PLOTS = (
         5          When the moon rose, {n} was still singing.
         5_val      {n} danced until the moon rose.
         5_val      {n} was still dancing with no regrets and no shoes.
-    """),
-    Plot("""
+
         title      {n} Takes the Ferry
         title_val  The Ferry Trip of {n}
         1          {n} of {home} wanted to visit {friend}, who lives in {fhome}.
@@ -107,8 +106,7 @@ PLOTS = (
         5          They ate until the basket was empty and talked until it was dark.
         5          They talked so long that the ferry left, and nobody minded.
         5          The present did not live to see the evening.
-    """),
-    Plot("""
+
         title      {Weather} on {island}
         title_val  Out in the {Weather} of {island}
         1          On {island} there is often {weather}, and that day there was a great deal of it.
@@ -136,8 +134,7 @@ PLOTS = (
         5          For a week {pet} had {meal} whenever {phe} looked hungry.
         5_val      There was a second helping of {meal} for {pet}.
         5_val      {n} had {food} that night, and {pet} had {meal}.
-    """),
-    Plot("""
+
         title      {pet} Is Hungry
         title_val  The Hungry {pet}
         1          {n} the {trade} had made {food} and put it by the window.
@@ -163,8 +160,7 @@ PLOTS = (
         5          In the end they went out together to {habit}, and both slept well.
         5_val      So {n} had {meal} for supper, and slept well.
         5_val      In the end {n} sighed and went out to {habit} too.
-    """),
-    Plot("""
+
         title      The Doors of {home}
         title_val  A New Coat for the Doors of {home}
         1          Each spring the people of {home} meet at the {landmark} and talk about their doors.
@@ -190,8 +186,7 @@ PLOTS = (
         5          The stars came out, one by one, and nobody was in a hurry.
         5          People still tell the story when the evenings are long.
         5          It was, everyone agreed, the best thing that had happened all week.
-    """),
-    Plot("""
+
         title      A Letter from {n}
         title_val  The Letter That {n} Wrote
         1          “Dear {friend},” wrote {n}, “today I saw the {landmark} of {home} and thought of you.
@@ -217,5 +212,5 @@ PLOTS = (
         5          {friend} the {ftrade} answered the same day.
         5_val      {friend} of {fhome} read it twice and answered the same day.
         5_val      Then {n} folded it and ran to catch the ferry to {fisland}.
-    """),
+    """.split("\n\n")
 )

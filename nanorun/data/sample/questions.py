@@ -31,6 +31,10 @@ class Turn:
     reply: Content
     answer: str = ""  # what a right reply must contain; empty where there is no such thing
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": self.user}, {"role": "assistant", "content": self.reply}]
+
 
 SUM_ASKED = templates("""
     train  What is {t}?
@@ -152,8 +156,7 @@ def questions(split: Split, count: int, seed: int = 0, kind: Kind | None = None)
     for _ in range(count):
         drawn: Kind = rng.choice(_MIX) if kind is None else kind
         turn = ask[drawn]()
-        messages = [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
-        yield Question(drawn, turn.user, turn.answer, {"messages": messages})
+        yield Question(drawn, turn.user, turn.answer, {"messages": turn.messages})
 
 
 def is_correct(question: Question, reply: str) -> bool:
