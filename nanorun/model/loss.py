@@ -129,62 +129,32 @@ def chunked_loss(
     _check(x, weight, targets, vocab_size)
     rows, flat = x.flatten(0, -2), targets.flatten()
     size = chunk_rows(rows, weight, chunk_tokens)
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    wants_dx, wants_dweight = (torch.is_grad_enabled() and each.requires_grad for each in (x, weight))
+    needs_grad = wants_dx or wants_dweight
     if needs_grad and reduction == "none":
         raise ValueError(
             "chunked_loss has no gradients per token: use no_grad, or plain_loss to train on them"
         )
-    if needs_grad:
-        with torch.no_grad():
-            loss, dx, dweight = chunked_loss_and_gradients(
-                rows,
-                weight,
-                flat,
-                softcap,
-                vocab_size,
-                size,
-                chunk_loss,
-                x.requires_grad,
-                weight.requires_grad,
-            )
-        return attach_gradients(loss, rows, weight, dx, dweight)
-    head = weight.to(x.dtype)
-    losses = []
-    for x_chunk, target_chunk in zip(rows.split(size), flat.split(size), strict=True):
-        loss, _ = chunk_loss(x_chunk @ head.T, target_chunk, softcap, vocab_size, False)
-        losses.append(loss)
-    if reduction == "none":
-        return torch.cat(losses).view(targets.shape)
-    return torch.stack([loss.sum() for loss in losses]).sum()
-
-
-def chunked_loss_and_gradients(
-    x: Tensor,  # (N, D)
-    weight: Tensor,  # (V, D)
-    targets: Tensor,  # (N,)
-    softcap: float | None,
-    vocab_size: int,
-    size: int,
-    chunk_loss: ChunkLoss,
-    wants_dx: bool,
-    wants_dweight: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The summed loss, and its gradients with respect to x and weight where wanted."""
-    head = weight.to(x.dtype)
     losses, dx_chunks = [], []
     dweight: Tensor | None = None
-    for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
-        logits = x_chunk @ head.T
-        loss, dlogits = chunk_loss(logits, target_chunk, softcap, vocab_size, True)
-        del logits
-        losses.append(loss.sum())
-        if wants_dx:
-            dx_chunks.append(dlogits @ head)
-        if wants_dweight:
-            share = (dlogits.T @ x_chunk).to(accumulation_dtype(x.dtype))
-            dweight = share if dweight is None else dweight + share
-    dx = torch.cat(dx_chunks) if wants_dx else None
-    return torch.stack(losses).sum(), dx, None if dweight is None else dweight.to(weight.dtype)
+    with torch.no_grad():
+        head = weight.to(x.dtype)
+        for x_chunk, target_chunk in zip(rows.split(size), flat.split(size), strict=True):
+            logits = x_chunk @ head.T
+            loss, dlogits = chunk_loss(logits, target_chunk, softcap, vocab_size, needs_grad)
+            del logits
+            losses.append(loss if reduction == "none" else loss.sum())
+            if wants_dx:
+                dx_chunks.append(dlogits @ head)
+            if wants_dweight:
+                share = (dlogits.T @ x_chunk).to(accumulation_dtype(x.dtype))
+                dweight = share if dweight is None else dweight + share
+        if reduction == "none":
+            return torch.cat(losses).view(targets.shape)
+        dx = torch.cat(dx_chunks) if wants_dx else None
+        total = torch.stack(losses).sum()
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+    return attach_gradients(total, rows, weight, dx, dweight) if needs_grad else total
 
 
 @opaque_to_dynamo

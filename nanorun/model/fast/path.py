@@ -1,5 +1,6 @@
 """The fast training path: the same parameters and the same function as `GPT.forward`, computed with FP8 matmuls and
-fused kernels, as a `Recipe` says. Straight-line code in the order of the model.
+fused kernels, as a `Recipe` says. Straight-line code in the order of the model: `forward` from tokens to the loss,
+`block` for one layer, with the FP8 half-blocks of half_blocks.py.
 
 A `FastPath` owns what is derived from the weights: FP8 copies of the matrices, and buffers in which gradients of the
 embedding tables accumulate. After each change of the weights, and once gradients are used up, call `refresh`.
