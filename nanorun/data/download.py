@@ -193,20 +193,18 @@ def run_parallel(
 
     The threads are daemons: one that waits for a silent server does not keep the program from ending.
     """
-    pending: queue.SimpleQueue[Item] = queue.SimpleQueue()
+    pending = iter(items)  # shared: each item goes to one thread
     finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    for item in items:
-        pending.put(item)
 
     def run() -> None:
-        while not stop.is_set():
+        for item in pending:
             try:
-                work(pending.get_nowait())
-                finished.put(None)
-            except queue.Empty:
-                return
+                work(item)
             except BaseException as error:  # raised in the caller's thread, whatever it is
                 finished.put(error)
+                return
+            finished.put(None)
+            if stop.is_set():
                 return
 
     for _ in range(min(workers, len(items))):

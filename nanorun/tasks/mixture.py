@@ -40,16 +40,11 @@ class Mixture:
         return len(self._order)
 
     def __getitem__(self, index: int) -> Conversation:
-        part, offset = self.locate(index)
-        return self.parts[part][offset]
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """The part that example `index` comes from, and its index there."""
         if not 0 <= index < len(self._order):
             raise IndexError(f"example {index} of a mixture of {len(self._order)}")
         drawn = int(self._order[index])
         part = bisect_right(self._ends, drawn)
-        return part, drawn - (self._ends[part - 1] if part else 0)
+        return self.parts[part][drawn - (self._ends[part - 1] if part else 0)]
 
 
 class Subset:

@@ -21,7 +21,7 @@ def evaluate_tokenizers(texts: Sequence[str], tokenizers: Sequence[Tokenizer]) -
     if not size:
         raise UserError("There is no text to evaluate tokenizers on: name a dataset with validation text.")
     threads = usable_cores()
-    one, many = _time_encoding(texts, tokenizers, threads)
+    one, many = (_time_encoding(texts, tokenizers, used) for used in (1, threads))
     reports = []
     for i, tokenizer in enumerate(tokenizers):
         tokens, offsets = tokenizer.encode_documents(texts, threads)
@@ -53,18 +53,15 @@ def bytes_per_token(tokenizer: Tokenizer, texts: Sequence[str]) -> float:
     return size / max(1, len(tokenizer.encode_documents(texts)[0]))
 
 
-def _time_encoding(
-    texts: Sequence[str], tokenizers: Sequence[Tokenizer], threads: int
-) -> tuple[list[float], list[float]]:
-    """The shortest time in seconds of each tokenizer for all texts, on one thread and on `threads`."""
-    one, many = [float("inf")] * len(tokenizers), [float("inf")] * len(tokenizers)
+def _time_encoding(texts: Sequence[str], tokenizers: Sequence[Tokenizer], threads: int) -> list[float]:
+    """The shortest time in seconds of each tokenizer for all texts."""
+    best = [float("inf")] * len(tokenizers)
     for _ in range(3):
         for i, tokenizer in enumerate(tokenizers):
-            for best, used in ((one, 1), (many, threads)):
-                start = time.perf_counter()
-                tokenizer.encode_documents(texts, used)
-                best[i] = min(best[i], time.perf_counter() - start)
-    return one, many
+            start = time.perf_counter()
+            tokenizer.encode_documents(texts, threads)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best
 
 
 SAMPLES: Mapping[str, str] = {

@@ -50,7 +50,7 @@ def archive_of(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["folder", "parent", ".zip", ".tar", ".tar.xz", ".tar.gz"])
-def test_every_form_holds_the_same_files(folder, kind):
+def test_every_format_holds_the_same_files(folder, kind):
     path = {"folder": folder, "parent": folder.parent}.get(kind) or archive_of(folder, kind)
     bundle = open_bundle(path)
     assert bundle.files == FILES
@@ -59,7 +59,7 @@ def test_every_form_holds_the_same_files(folder, kind):
 
 
 @pytest.mark.parametrize("name", ["../secret.jsonl", "/etc/passwd", "eval_data/../../secret.jsonl"])
-def test_no_name_leads_out_of_a_bundle(folder, name):
+def test_no_name_escapes_the_bundle(folder, name):
     (folder.parent / "secret.jsonl").write_text("secret")
     archive = folder.parent / "evil.zip"
     archive.write_bytes(zipped({"../secret.jsonl": b"overwritten", "/tmp/evil.jsonl": b"x"}))
@@ -70,7 +70,7 @@ def test_no_name_leads_out_of_a_bundle(folder, name):
     assert not Path("/tmp/evil.jsonl").exists()
 
 
-def test_a_link_out_of_the_folder_is_refused(folder):
+def test_a_symlink_out_of_the_folder_is_refused(folder):
     (folder.parent / "secret.jsonl").write_text("secret")
     (folder / "eval_data" / "link.jsonl").symlink_to(folder.parent / "secret.jsonl")
     with pytest.raises(UserError, match="leads out of"):
@@ -78,7 +78,7 @@ def test_a_link_out_of_the_folder_is_refused(folder):
 
 
 @pytest.mark.parametrize("kind", [".zip", ".tar.xz"])
-def test_an_archive_that_unpacks_to_too_much_is_refused(folder, monkeypatch, kind):
+def test_an_archive_that_unpacks_to_too_many_bytes_is_refused(folder, monkeypatch, kind):
     (folder / "eval_data" / "zeros.jsonl").write_bytes(b"0" * 200_000)
     path = archive_of(folder, kind)
     if kind == ".zip":
@@ -90,7 +90,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(folder, monkeypatch, kin
 
 
 @pytest.mark.parametrize("kind", [".zip", ".tar.xz", ".txt", "empty folder", "nothing"])
-def test_what_is_no_bundle_is_one_sentence(folder, kind):
+def test_an_invalid_bundle_is_an_error(folder, kind):
     path = folder.parent / f"bad{kind}"
     if kind == "empty folder":
         path.mkdir()
@@ -105,7 +105,7 @@ def test_what_is_no_bundle_is_one_sentence(folder, kind):
     assert "\n" not in str(error.value)
 
 
-def test_a_zip_whose_bytes_changed_is_found_out_when_it_is_read(folder):
+def test_a_corrupt_zip_is_an_error(folder):
     path = archive_of(folder, ".zip")
     content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
@@ -136,13 +136,13 @@ def test_the_public_bundle_is_fetched_once_through_dropped_connections(home, ser
     assert get_core().read("core.yaml") == FILES["core.yaml"]
 
 
-def test_what_the_server_sends_must_be_a_bundle(home, server):
+def test_a_download_that_is_not_a_bundle_is_an_error(home, server):
     server.files["/eval_bundle.zip"] = b"<html>not found</html>"
     with pytest.raises(UserError, match="downloaded twice and cannot be used"):
         get_core()
     assert not (core_folder() / "eval_bundle.zip").exists()
 
 
-def test_without_a_bundle_one_is_told_where_to_get_it(home):
+def test_a_missing_bundle_is_reported_with_the_command_that_downloads_it(home):
     with pytest.raises(UserError, match="nanorun data get core"):
         open_bundle()

@@ -1,4 +1,4 @@
-"""Datasets are whole or absent, and say truly what they hold."""
+"""Datasets are complete or absent, and their manifests are correct."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_added_is_what_was_in_the_file(home, corpus):
+def test_a_dataset_holds_the_documents_of_its_file(home, corpus):
     added = add_files([corpus])
     assert added.name == "corpus"
     found = open_dataset("corpus")
@@ -40,7 +40,7 @@ def test_what_is_added_is_what_was_in_the_file(home, corpus):
     assert found.shards[-1].split == "val", "the last shard is validation"
 
 
-def test_row_groups_and_shards_have_the_sizes_that_are_promised(home, corpus, monkeypatch):
+def test_row_groups_and_shards_have_the_documented_sizes(home, corpus, monkeypatch):
     monkeypatch.setattr(dataset_module, "SHARD_BYTES", 14_000)
     added = add_files([corpus])
     assert len(added.of("train")) == 3
@@ -61,7 +61,7 @@ def test_a_validation_file_can_be_named_and_is_not_trained_on(home, corpus, tmp_
     assert added.total("documents", "train") == 2500
 
 
-def test_a_single_text_is_cut_for_validation(home, tmp_path):
+def test_a_single_document_is_split_for_validation(home, tmp_path):
     text = "\n".join(f"line {i}" for i in range(100))
     (tmp_path / "poem.txt").write_text(text)
     added = add_files([tmp_path / "poem.txt"])
@@ -70,7 +70,7 @@ def test_a_single_text_is_cut_for_validation(home, tmp_path):
     assert 0.85 < len(train) / len(text) < 0.95
 
 
-def test_a_handful_of_characters_is_too_little(home, tmp_path):
+def test_a_few_characters_are_too_few_for_a_dataset(home, tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(UserError, match="add more text"):
         add_files([tmp_path / "a.txt"])
@@ -94,7 +94,7 @@ def test_a_failed_add_leaves_nothing_behind(home, corpus, tmp_path, fault):
     assert [name for name in leftovers(home) if name != "data"] == []
 
 
-def test_an_existing_dataset_is_kept_unless_it_is_to_be_replaced(home, corpus, tmp_path):
+def test_an_existing_dataset_is_kept_unless_replaced(home, corpus, tmp_path):
     add_files([corpus])
     other = tmp_path / "other" / "corpus.jsonl"
     other.parent.mkdir()
@@ -113,7 +113,7 @@ def test_an_existing_dataset_is_kept_unless_it_is_to_be_replaced(home, corpus, t
     assert not [name for name in os.listdir(home / "data") if name.startswith(".")]
 
 
-def test_a_killed_writer_leaves_nothing_under_the_name_and_the_next_one_sweeps(home, tmp_path):
+def test_a_killed_writer_leaves_no_dataset_and_the_next_one_cleans_up(home, tmp_path):
     code = """if True:
         import time
         from nanorun.home import data_dir, new_folder
@@ -134,7 +134,7 @@ def test_a_killed_writer_leaves_nothing_under_the_name_and_the_next_one_sweeps(h
     assert os.listdir(home / "data") == ["slow"]
 
 
-def test_a_replacement_that_died_between_its_two_renames_is_undone(home, corpus):
+def test_a_replacement_killed_between_its_two_renames_is_rolled_back(home, corpus):
     add_files([corpus])
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -145,7 +145,7 @@ def test_a_replacement_that_died_between_its_two_renames_is_undone(home, corpus)
     assert open_dataset("corpus").total("documents") == 2500
 
 
-def test_a_writer_sweeps_all_that_the_dead_left_and_puts_back_what_was_put_aside(home, corpus):
+def test_a_writer_removes_leftovers_and_restores_moved_datasets(home, corpus):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     me = f"{platform.node()}-{dead.pid}"
@@ -165,13 +165,13 @@ def test_a_writer_sweeps_all_that_the_dead_left_and_puts_back_what_was_put_aside
 
 
 @pytest.mark.parametrize("where", ["/proc/nowhere", "/dev/null"])
-def test_a_home_that_cannot_be_written_is_one_sentence(monkeypatch, corpus, where):
+def test_an_unwritable_home_is_an_error(monkeypatch, corpus, where):
     monkeypatch.setenv("NANORUN_HOME", where)
     with pytest.raises(UserError, match=f"NANORUN_HOME is {where}, which .*folder"):
         add_files([corpus])
 
 
-def test_a_home_may_be_named_with_a_tilde_or_a_colon(monkeypatch, tmp_path, corpus):
+def test_the_path_of_a_home_can_contain_a_tilde_or_a_colon(monkeypatch, tmp_path, corpus):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NANORUN_HOME", "~/my home")
     assert add_files([corpus]).folder == tmp_path / "my home" / "data" / "corpus"
@@ -181,7 +181,7 @@ def test_a_home_may_be_named_with_a_tilde_or_a_colon(monkeypatch, tmp_path, corp
     assert open_dataset("corpus").total("documents") == 2500
 
 
-def test_text_without_blanks_or_line_ends_is_taken(home, tmp_path):
+def test_text_without_spaces_or_line_breaks_is_accepted(home, tmp_path):
     (tmp_path / "zh.txt").write_text("港口的清晨很安静" * 80_000)
     added = add_files([tmp_path / "zh.txt"])
     whole = "".join([*read_texts(added.files("train")), *read_texts(added.files("val"))])
@@ -191,7 +191,7 @@ def test_text_without_blanks_or_line_ends_is_taken(home, tmp_path):
     assert [len(text) for s in ("train", "val") for text in read_texts(added.files(s))] == [9000, 1000]
 
 
-def test_in_a_folder_empty_files_and_other_kinds_are_left_out_with_a_word(home, tmp_path, capsys):
+def test_empty_and_unsupported_files_of_a_folder_are_skipped_with_a_notice(home, tmp_path, capsys):
     notes = tmp_path / "notes"
     notes.mkdir()
     for name, text in {
@@ -210,7 +210,7 @@ def test_in_a_folder_empty_files_and_other_kinds_are_left_out_with_a_word(home, 
         add_files([notes / "b.txt"])
 
 
-def test_validation_stays_spread_evenly_when_it_would_outgrow_a_shard(home, tmp_path, monkeypatch):
+def test_validation_stays_evenly_spread_when_it_exceeds_a_shard(home, tmp_path, monkeypatch):
     monkeypatch.setattr("nanorun.data.add.SHARD_BYTES", 500)
     path = tmp_path / "sorted.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {i:06d}"}) + "\n" for i in range(20_000)))
@@ -222,7 +222,7 @@ def test_validation_stays_spread_evenly_when_it_would_outgrow_a_shard(home, tmp_
     assert gaps.max() < 3 * 20_000 / len(held)
 
 
-def test_two_writers_of_one_name_cannot_mix(home):
+def test_two_writers_of_one_name_do_not_mix(home):
     final = home / "data" / "x"
 
     def write_while_another_does() -> None:
@@ -236,7 +236,7 @@ def test_two_writers_of_one_name_cannot_mix(home):
     assert os.listdir(final) == ["theirs"]
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(home):
+def test_a_full_disk_is_an_error_and_leaves_nothing(home):
     def fill_the_disk():
         raise OSError(28, "No space left on device")
 
@@ -246,7 +246,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(home):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "outside"])
-def test_a_damaged_dataset_is_noticed_when_opened(home, corpus, damage):
+def test_opening_a_damaged_dataset_is_an_error(home, corpus, damage):
     added = add_files([corpus])
     shard, manifest = added.files("train")[0], added.folder / "dataset.json"
     if damage == "truncate":
@@ -263,7 +263,7 @@ def test_a_damaged_dataset_is_noticed_when_opened(home, corpus, damage):
     assert (len(datasets), len(broken)) == (0, 1)
 
 
-def test_a_changed_byte_is_found_by_verifying(home, corpus):
+def test_verification_detects_a_changed_byte(home, corpus):
     added = add_files([corpus])
     assert list_datasets(verify=True)[1] == []
     path = added.files("train")[0]
@@ -279,7 +279,7 @@ def test_names_that_could_escape_the_home_are_refused(home, corpus):
             add_files([corpus], name=name or " ")
 
 
-def test_a_name_is_taken_from_the_file_or_its_folder(tmp_path):
+def test_the_default_name_is_that_of_the_file_or_its_folder(tmp_path):
     (tmp_path / "my notes").mkdir()
     (tmp_path / "my notes" / "a.txt.gz").write_text("")
     assert default_name([tmp_path / "my notes" / "a.txt.gz"]) == "a"
@@ -287,7 +287,7 @@ def test_a_name_is_taken_from_the_file_or_its_folder(tmp_path):
     assert default_name([tmp_path / "my notes" / "a.txt.gz", tmp_path / "b"]) == "my-notes"
 
 
-def test_bin_shards_are_read_as_they_were_written_and_never_split_a_document(tmp_path, monkeypatch):
+def test_bin_shards_round_trip_and_never_split_a_document(tmp_path, monkeypatch):
     monkeypatch.setattr(bins, "SHARD_TOKENS", 100)
     writer = BinWriter(tmp_path, "train", bos=999)
     lengths = [30, 60, 5, 150, 20, 99]
@@ -304,7 +304,7 @@ def test_bin_shards_are_read_as_they_were_written_and_never_split_a_document(tmp
 
 
 @pytest.mark.parametrize("damage", ["magic", "short", "tiny"])
-def test_a_bin_shard_that_is_none_is_refused(tmp_path, damage):
+def test_an_invalid_bin_shard_is_refused(tmp_path, damage):
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, 10
     content = header.tobytes() + bytes(20)
@@ -314,7 +314,7 @@ def test_a_bin_shard_that_is_none_is_refused(tmp_path, damage):
         read_bin(path)
 
 
-def test_sizes_are_read_as_people_write_them():
+def test_sizes_are_parsed_with_units():
     assert [parse_size(text) for text in ("500", "500kB", "1.5 MB", "2GB", "3m")] == [
         500,
         500_000,
@@ -327,7 +327,7 @@ def test_sizes_are_read_as_people_write_them():
             parse_size(text)
 
 
-def test_the_shared_corpus_is_counted_right(home, shared_data):
+def test_the_counts_of_the_shared_corpus_are_right(home, shared_data):
     val = shared_data / "pretrain" / "val.jsonl.xz"
     added = add_files([val], name="val")
     import lzma

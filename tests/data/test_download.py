@@ -64,20 +64,18 @@ def test_a_file_arrives_under_its_name_and_nothing_else_remains(server: BadServe
     assert get(server, tmp_path / "other", sha256=None) == CONTENT
 
 
-def test_an_empty_file_arrives(server: BadServer, tmp_path: Path) -> None:
+def test_an_empty_file_is_downloaded(server: BadServer, tmp_path: Path) -> None:
     server.files["/f"] = b""
     assert get(server, tmp_path) == b""
 
 
-def test_dropped_connections_are_resumed_where_they_ended(server: BadServer, tmp_path: Path) -> None:
+def test_dropped_connections_resume_where_they_ended(server: BadServer, tmp_path: Path) -> None:
     server.script("/f", *(Act(drop_after=n) for n in (10_000, 20_000, 100_000, 70_000)))
     assert get(server, tmp_path) == CONTENT
     assert ranges(server) == [None, "bytes=10000-", "bytes=30000-", "bytes=130000-", "bytes=200000-"]
 
 
-def test_new_bytes_restart_the_count_of_attempts_and_their_absence_ends_it(
-    server: BadServer, tmp_path: Path
-) -> None:
+def test_attempts_are_counted_since_the_last_new_byte(server: BadServer, tmp_path: Path) -> None:
     server.script("/f", *[Act(drop_after=20_000), Act(drop_after=0)] * 10)
     assert get(server, tmp_path) == CONTENT
     (tmp_path / "f").unlink()
@@ -129,7 +127,7 @@ def test_wrong_bytes_once_are_downloaded_again_from_the_start(
     assert ranges(server)[-1] is None
 
 
-def test_wrong_bytes_always_end_in_one_sentence_and_no_file(server: BadServer, tmp_path: Path) -> None:
+def test_permanently_wrong_bytes_are_an_error_and_leave_no_file(server: BadServer, tmp_path: Path) -> None:
     server.always["/f"] = Act(corrupt=True)
     with pytest.raises(UserError, match="downloaded twice and cannot be used: wrong bytes") as failure:
         get(server, tmp_path)
@@ -139,14 +137,14 @@ def test_wrong_bytes_always_end_in_one_sentence_and_no_file(server: BadServer, t
 
 
 @pytest.mark.parametrize("part", [CONTENT, CONTENT + b"more", OTHER], ids=["complete", "longer", "outdated"])
-def test_a_part_of_the_wrong_length_or_file_only_costs_bytes(
+def test_a_part_of_the_wrong_length_or_file_is_discarded(
     server: BadServer, tmp_path: Path, part: bytes
 ) -> None:
     (tmp_path / "f.part").write_bytes(part)
     assert get(server, tmp_path) == CONTENT
 
 
-def test_damaged_bytes_in_a_part_are_noticed(server: BadServer, tmp_path: Path) -> None:
+def test_damaged_bytes_in_a_part_are_detected(server: BadServer, tmp_path: Path) -> None:
     (tmp_path / "f.part").write_bytes(b"damaged" + CONTENT[7:120_000])
     assert get(server, tmp_path) == CONTENT
     assert ranges(server) == ["bytes=120000-", None]
@@ -163,19 +161,19 @@ def test_damaged_bytes_in_a_part_are_noticed(server: BadServer, tmp_path: Path) 
     ],
     ids=["shorter than announced", "without a length", "cut chunks", "stall", "silence"],
 )
-def test_an_incomplete_response_is_noticed(server: BadServer, tmp_path: Path, act: Act) -> None:
+def test_an_incomplete_response_is_detected(server: BadServer, tmp_path: Path, act: Act) -> None:
     server.script("/f", act)
     assert get(server, tmp_path) == CONTENT
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_passing_trouble_is_retried(server: BadServer, tmp_path: Path, status: int) -> None:
+def test_transient_errors_are_retried(server: BadServer, tmp_path: Path, status: int) -> None:
     server.script("/f", Act(drop_after=50_000), *[Act(status=status, headers={"Retry-After": "2"})] * 3)
     assert get(server, tmp_path) == CONTENT
     assert ranges(server)[-1] == "bytes=50000-", "what has arrived is kept"
 
 
-def test_the_pause_grows_has_jitter_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_back_off_with_jitter_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(download, "ATTEMPTS", 10)
@@ -204,7 +202,7 @@ def test_the_pause_grows_has_jitter_and_is_bounded(monkeypatch: pytest.MonkeyPat
         (451, "check the address"),
     ],
 )
-def test_a_refusal_is_one_sentence_at_once(
+def test_a_permanent_refusal_is_an_error_without_retries(
     server: BadServer, tmp_path: Path, status: int, advice: str
 ) -> None:
     server.always["/f"] = Act(status=status)
@@ -215,7 +213,7 @@ def test_a_refusal_is_one_sentence_at_once(
     assert "f" not in names(tmp_path)
 
 
-def test_a_dead_server_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_client(monkeypatch)
     with BadServer() as gone:
         pass
@@ -225,16 +223,14 @@ def test_a_dead_server_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     assert "f" not in names(tmp_path)
 
 
-def test_offline_mode_is_one_sentence(
-    server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_mode_is_an_error(server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
         get(server, tmp_path)
     assert not server.seen
 
 
-def test_a_redirected_download_is_resumed_too(server: BadServer, tmp_path: Path) -> None:
+def test_a_redirected_download_resumes(server: BadServer, tmp_path: Path) -> None:
     server.files["/start"] = CONTENT
     server.always["/start"] = Act(status=302, headers={"Location": "/f"})
     server.script("/f", Act(drop_after=100_000))
@@ -242,7 +238,7 @@ def test_a_redirected_download_is_resumed_too(server: BadServer, tmp_path: Path)
     assert ranges(server) == [None, "bytes=100000-"]
 
 
-def test_redirects_end_and_lead_only_to_web_addresses(server: BadServer, tmp_path: Path) -> None:
+def test_redirects_are_limited_in_number_and_to_http(server: BadServer, tmp_path: Path) -> None:
     for location in ("/f", "file:///etc/passwd", "ftp://127.0.0.1/f"):
         server.always["/f"] = Act(status=302, headers={"Location": location})
         with pytest.raises(UserError) as failure:
@@ -251,7 +247,7 @@ def test_redirects_end_and_lead_only_to_web_addresses(server: BadServer, tmp_pat
         assert "f" not in names(tmp_path)
 
 
-def test_what_does_not_pass_the_check_is_never_visible(server: BadServer, tmp_path: Path) -> None:
+def test_a_file_that_fails_its_check_is_never_published(server: BadServer, tmp_path: Path) -> None:
     def check(path: Path) -> None:
         assert path.name == "f.part"
         raise ValueError("it is not a shard")
@@ -269,7 +265,7 @@ def test_too_little_space_is_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     check_space(300_000, tmp_path)
 
 
-def test_a_disk_that_fills_up_is_one_sentence(
+def test_a_disk_that_fills_up_is_an_error(
     server: BadServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path) -> None:
@@ -280,7 +276,7 @@ def test_a_disk_that_fills_up_is_one_sentence(
         get(server, tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(server: BadServer, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error(server: BadServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match="Cannot write into"):
         get(server, tmp_path / "file")
@@ -289,7 +285,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(server: BadServer, tmp_
 # Many items, many processes
 
 
-def test_items_are_worked_on_in_parallel_and_the_first_failure_stops_the_rest() -> None:
+def test_items_run_in_parallel_and_the_first_failure_stops_the_rest() -> None:
     stop, started = threading.Event(), []
 
     def work(item: int) -> None:
@@ -356,7 +352,7 @@ def wait_for_bytes(part: Path, n: int) -> None:
         time.sleep(0.002)
 
 
-def test_a_killed_download_is_continued_by_the_next_process(
+def test_a_killed_download_is_resumed_by_the_next_process(
     server: BadServer, tmp_path: Path, start: Callable[[], subprocess.Popen[str]]
 ) -> None:
     server.files["/f"] = random.Random(3).randbytes(4_000_000)
@@ -372,7 +368,7 @@ def test_a_killed_download_is_continued_by_the_next_process(
     assert ranges(server)[-1] == f"bytes={kept}-"
 
 
-def test_ctrl_c_stops_at_once_even_in_a_stall_and_leaves_a_part(
+def test_ctrl_c_stops_a_stalled_download_at_once_and_keeps_its_part(
     server: BadServer, tmp_path: Path, start: Callable[[], subprocess.Popen[str]]
 ) -> None:
     server.always["/f"] = Act(stall_after=100_000)
@@ -386,7 +382,7 @@ def test_ctrl_c_stops_at_once_even_in_a_stall_and_leaves_a_part(
     assert get(server, tmp_path) == CONTENT
 
 
-def test_two_processes_at_once_download_the_file_once(
+def test_concurrent_processes_download_a_file_once(
     server: BadServer, tmp_path: Path, start: Callable[[], subprocess.Popen[str]]
 ) -> None:
     server.always["/f"] = Act(pause=0.05)

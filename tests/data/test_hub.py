@@ -1,4 +1,4 @@
-"""The named corpora, downloaded by huggingface_hub from a hub that drops, lies and falls silent."""
+"""Download of the named corpora from a hub that drops connections, sends wrong data or stops responding."""
 
 import hashlib
 import io
@@ -94,7 +94,7 @@ def visible(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {".lock"}
 
 
-def test_a_corpus_arrives_and_grows(climbmix: Hub, home: Path) -> None:
+def test_a_corpus_is_downloaded_and_extended(climbmix: Hub, home: Path) -> None:
     first = get("climbmix", 4, home)
     assert shard_names(first) == [*(f"shard_{i:05d}.parquet" for i in range(4)), "shard_06542.parquet"]
     assert pyarrow.parquet.read_table(first[2])["text"][1].as_py() == "document 1 of shard 2"
@@ -107,7 +107,7 @@ def test_a_corpus_arrives_and_grows(climbmix: Hub, home: Path) -> None:
     assert visible(home / "data" / "climbmix") == set(shard_names(second)), "fewer shards remove none"
 
 
-def test_tokens_of_gpt2_arrive(server: BadServer, home: Path) -> None:
+def test_token_shards_are_downloaded(server: BadServer, home: Path) -> None:
     repo = Hub(server, "fineweb10B")
     repo.add("fineweb_val_000000.bin", token_shard(100))
     for number in (1, 2, 3):
@@ -139,7 +139,7 @@ def test_a_corpus_becomes_a_dataset_that_grows_and_is_used_offline(climbmix: Hub
     assert len(climbmix.server.seen) == asked, "what is here needs no hub"
 
 
-def test_the_speedruns_tokens_become_a_dataset_of_gpt2(server: BadServer, home: Path) -> None:
+def test_downloaded_token_shards_become_a_gpt2_dataset(server: BadServer, home: Path) -> None:
     repo = Hub(server, "fineweb10B")
     repo.add("fineweb_val_000000.bin", token_shard(60_000))
     repo.add("fineweb_train_000001.bin", token_shard(65_000))
@@ -157,7 +157,7 @@ def test_the_fingerprint_kept_for_gpt2_is_that_of_its_ranks(shared_data: Path) -
     assert public_tokenizer("gpt2", shared_data / "gpt2.tiktoken").fingerprint == GPT2["fingerprint"]
 
 
-def test_the_corpora_are_what_the_readme_of_each_says() -> None:
+def test_the_corpora_have_their_published_shards() -> None:
     assert set(CORPORA) == {"climbmix", "fineweb-edu", "fineweb10B"}
     for corpus in CORPORA.values():
         assert corpus.val not in corpus.train_files(corpus.shards), "validation text is never trained on"
@@ -196,7 +196,7 @@ def test_a_dropped_connection_is_resumed_within_a_shard(server: BadServer, home:
     [(Act(corrupt=True), "wrong bytes"), (Act(body=b"<html>"), "size"), (Act(status=404), "not found")],
     ids=["corrupt", "another length", "gone"],
 )
-def test_a_failed_shard_is_never_visible_and_the_others_stay(
+def test_a_failed_shard_is_never_published_and_the_others_stay(
     climbmix: Hub, home: Path, act: Act, message: str
 ) -> None:
     bad = climbmix.resolve("shard_00003.parquet")
@@ -250,7 +250,7 @@ def test_the_token_is_sent_to_the_hub_and_not_to_its_storage(
 @pytest.mark.parametrize(
     ("shards", "message"), [(-1, "out of range"), (0, "out of range"), (6543, "6542 training shards")]
 )
-def test_an_impossible_number_of_shards_is_refused(
+def test_a_number_of_shards_out_of_range_is_refused(
     climbmix: Hub, home: Path, shards: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -273,7 +273,7 @@ def test_too_little_space_is_reported_before_any_download(
     assert not climbmix.fetched()
 
 
-def test_a_dead_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def test_an_unreachable_hub_is_an_error(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     prepare_client(monkeypatch)
     with BadServer() as gone:
         url = gone.url
@@ -289,7 +289,9 @@ def test_a_dead_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, home: Path)
 
 
 @pytest.mark.parametrize(("status", "advice"), [(401, "HF_TOKEN"), (404, "check the name")])
-def test_a_hub_that_refuses_says_what_to_do(climbmix: Hub, home: Path, status: int, advice: str) -> None:
+def test_a_refusal_of_the_hub_is_reported_with_a_remedy(
+    climbmix: Hub, home: Path, status: int, advice: str
+) -> None:
     climbmix.server.script(f"POST {climbmix.paths_info}", Act(status=status))
     with pytest.raises(UserError, match=advice):
         get("climbmix", 1, home)
@@ -298,7 +300,7 @@ def test_a_hub_that_refuses_says_what_to_do(climbmix: Hub, home: Path, status: i
 @pytest.mark.parametrize(
     "body", [b"<html>log in</html>", b"{}", b'["a"]', b"\xff\xfe", b"[" * 100_000, b"7"], ids=range(6)
 )
-def test_a_malformed_listing_is_one_sentence(climbmix: Hub, home: Path, body: bytes) -> None:
+def test_a_malformed_listing_is_an_error(climbmix: Hub, home: Path, body: bytes) -> None:
     climbmix.server.always[f"POST {climbmix.paths_info}"] = Act(body=body)
     with pytest.raises(
         UserError, match=r"not the response of a Hugging Face hub|has no shard_00000"
@@ -309,13 +311,13 @@ def test_a_malformed_listing_is_one_sentence(climbmix: Hub, home: Path, body: by
 
 
 @pytest.mark.parametrize("change", [{"size": -1}, {"size": "12"}, {"size": None}, {"size": True}])
-def test_a_listing_without_proper_sizes_is_refused(climbmix: Hub, home: Path, change: dict[str, Any]) -> None:
+def test_a_listing_without_valid_sizes_is_refused(climbmix: Hub, home: Path, change: dict[str, Any]) -> None:
     climbmix.add("shard_00000.parquet", parquet(0), **change)
     with pytest.raises(UserError, match="not the response of a Hugging Face hub"):
         get("climbmix", 1, home)
 
 
-def test_files_that_were_not_asked_for_are_ignored(climbmix: Hub, home: Path) -> None:
+def test_unrequested_files_in_a_listing_are_ignored(climbmix: Hub, home: Path) -> None:
     evil = {"type": "file", "path": "../../evil", "size": 5, "oid": "2" * 40}
     wanted = [evil, *climbmix.entries.values()]
     climbmix.server.posts[climbmix.paths_info] = lambda form: json.dumps(wanted).encode()
@@ -323,7 +325,7 @@ def test_files_that_were_not_asked_for_are_ignored(climbmix: Hub, home: Path) ->
     assert not (home / "evil").exists()
 
 
-def test_a_server_that_is_no_hub_is_one_sentence(climbmix: Hub, home: Path) -> None:
+def test_a_server_that_is_not_a_hub_is_an_error(climbmix: Hub, home: Path) -> None:
     head = f"HEAD {climbmix.resolve('shard_00000.parquet')}"
     climbmix.server.always[head] = Act(status=200)  # without the headers of a hub
     with pytest.raises(UserError, match="X-Repo-Commit") as failure:
@@ -341,7 +343,7 @@ def test_a_server_that_is_no_hub_is_one_sentence(climbmix: Hub, home: Path) -> N
         (parquet(0)[:-10], "not a parquet file"),
     ],
 )
-def test_a_shard_that_is_no_parquet_of_texts_is_never_visible(
+def test_a_shard_that_is_not_parquet_text_is_never_published(
     climbmix: Hub, home: Path, content: bytes, reason: str
 ) -> None:
     climbmix.add("shard_00000.parquet", content)
@@ -350,7 +352,7 @@ def test_a_shard_that_is_no_parquet_of_texts_is_never_visible(
     assert not (home / "data" / "climbmix" / "shard_00000.parquet").exists()
 
 
-def test_texts_of_another_type_are_refused(tmp_path: Path) -> None:
+def test_a_text_column_of_another_type_is_refused(tmp_path: Path) -> None:
     for kind, good in ((pyarrow.large_string(), True), (pyarrow.int64(), False)):
         values = ["a"] if good else [1]
         pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(values, kind)}), tmp_path / "shard")

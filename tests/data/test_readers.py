@@ -1,4 +1,4 @@
-"""Reading a person's files: every format gives the same documents, and every fault one clear sentence."""
+"""Reading user files: every format gives the same documents, and every fault is one clear error."""
 
 import gzip
 import json
@@ -107,12 +107,12 @@ def test_text_split_at_a_separator_gives_what_str_split_gives(tmp_path, parts, s
     assert list(read_documents(path, separator=separator)) == expected
 
 
-def test_a_separator_is_found_where_lines_end_as_on_windows(tmp_path):
+def test_a_separator_matches_windows_line_endings(tmp_path):
     path = compress(tmp_path / "a.txt", b"one\r\n\r\ntwo\r\n\r\nthree")
     assert list(read_documents(path, separator="\n\n")) == ["one", "two", "three"]
 
 
-def test_utf16_and_chat_files_are_recognised(tmp_path):
+def test_utf16_and_chat_files_are_reported_as_such(tmp_path):
     assert "iconv -f utf-16" in fault(compress(tmp_path / "a.txt", "hello".encode("utf-16")))
     chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     assert "holds conversations" in fault(compress(tmp_path / "a.jsonl", chat))
@@ -123,7 +123,7 @@ def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path):
     assert list(read_documents(compress(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + jsonl(["hi"])))) == ["hi"]
 
 
-def test_empty_documents_and_blank_lines_are_passed_over(tmp_path):
+def test_empty_documents_and_blank_lines_are_skipped(tmp_path):
     path = compress(tmp_path / "a.jsonl", b'{"text": ""}\n\n{"text": null}\n{"text": "x"}')
     assert list(read_documents(path)) == ["x"]
 
@@ -136,7 +136,7 @@ def test_a_truncated_archive_is_refused(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-def test_an_archive_that_is_none_is_refused(tmp_path, suffix):
+def test_a_file_that_is_not_compressed_is_refused(tmp_path, suffix):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(b"this was never compressed")
     assert "damaged or truncated" in fault(path)
@@ -175,21 +175,21 @@ def test_a_column_that_is_not_text_is_refused(tmp_path):
         (b"[" * 100_000, "is not JSON"),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(tmp_path, line, words):
+def test_an_invalid_line_is_reported_with_its_number(tmp_path, line, words):
     path = compress(tmp_path / "a.jsonl", jsonl(["x", "y"]) + line + b"\n" + jsonl(["z"]))
     sentence = fault(path)
     assert words in sentence
     assert "ine 3 of" in sentence
 
 
-def test_a_text_line_that_is_not_utf8_is_named(tmp_path):
+def test_a_line_that_is_not_utf8_is_reported_with_its_number(tmp_path):
     sentence = fault(compress(tmp_path / "a.txt", b"fine\ncaf\xe9\n"))
     assert "Line 2" in sentence
     assert "0xe9" in sentence
     assert "iconv" in sentence
 
 
-def test_folders_are_searched_and_hidden_files_left_alone(tmp_path):
+def test_folders_are_searched_except_for_hidden_files(tmp_path):
     for name in ("b/two.txt", "a/one.jsonl.xz", ".git/three.txt", "a/.hidden.txt", "picture.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
@@ -204,7 +204,7 @@ def test_folders_are_searched_and_hidden_files_left_alone(tmp_path):
         ("empty", "holds no supported file"),
     ],
 )
-def test_what_cannot_be_read_is_refused_before_anything_starts(tmp_path, name, words):
+def test_unreadable_paths_are_refused_before_reading(tmp_path, name, words):
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=words):
@@ -228,5 +228,5 @@ def test_a_file_named_twice_is_refused(tmp_path):
         ("x.gz", ("", "")),
     ],
 )
-def test_a_name_tells_what_a_file_holds(name, kind):
+def test_the_format_follows_from_the_suffixes(name, kind):
     assert file_kind(Path(name)) == kind

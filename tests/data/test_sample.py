@@ -132,7 +132,7 @@ def test_a_larger_size_begins_with_the_same_documents(split: Any, seed: int, sma
     assert all(text.strip() == text != "" for text in short)
 
 
-def test_seeds_give_other_documents_about_the_same_world() -> None:
+def test_seeds_give_different_documents_about_the_same_world() -> None:
     assert list(documents("train", 5_000, seed=1)) != list(documents("train", 5_000, seed=2))
     assert [q.answer for q in questions("val", 50, seed=1)] != [
         q.answer for q in questions("val", 50, seed=2)
@@ -153,7 +153,7 @@ def test_an_unknown_split_is_refused(split: Any) -> None:
         next(questions("val", 1, kind="riddle"))  # type: ignore[arg-type]
 
 
-def test_three_megabytes_a_second() -> None:
+def test_generation_reaches_three_megabytes_per_second() -> None:
     next(documents("train", 1))  # the tables are made once
     start = time.process_time()
     written = sum(len(text) for text in documents("train", 2_000_000, seed=5))
@@ -263,7 +263,7 @@ def test_statements_say_what_the_table_says(split: Any) -> None:
     assert len(stated) > (0.95 if split == "train" else 0.5) * len(ANSWERS)
 
 
-def test_the_test_of_statements_notices_a_lie() -> None:
+def test_the_check_of_statements_detects_a_false_one() -> None:
     match = patterns()["home"].fullmatch("Odo lives in Oddly.")
     assert match is not None
     assert ANSWERS["Odo", "home"] != "Oddly"
@@ -305,7 +305,7 @@ def test_lists_are_complete() -> None:
             }
 
 
-def test_he_and_she_are_used_as_the_table_says(texts: dict[str, list[str]]) -> None:
+def test_pronouns_agree_with_the_table(texts: dict[str, list[str]]) -> None:
     beings: list[Any] = [*world.PEOPLE, *world.ANIMALS]
     pronouns = {being.name: being.pronoun for being in beings}
     checked = 0
@@ -365,7 +365,7 @@ def test_number_words() -> None:
     ]
 
 
-def test_training_and_validation_pose_different_problems(
+def test_training_and_validation_problems_differ(
     texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
 ) -> None:
     posed: dict[str, set[tuple[str, int, int]]] = {}
@@ -477,7 +477,7 @@ def test_validation_documents_spell_some_words_that_training_never_spells(
     assert not made_up & train
 
 
-def test_words_stand_together_in_training_or_in_validation_but_not_in_both() -> None:
+def test_each_pair_of_words_occurs_in_one_split_only() -> None:
     together = {
         split: {
             tuple(sorted(pair))
@@ -490,7 +490,7 @@ def test_words_stand_together_in_training_or_in_validation_but_not_in_both() -> 
     assert not together["train"] & together["val"]
 
 
-def test_a_letter_is_counted_in_a_word_in_training_or_in_validation_but_not_in_both() -> None:
+def test_each_letter_of_a_word_is_counted_in_one_split_only() -> None:
     counted = {}
     for split in SPLITS:
         prompts = [q.prompt for q in questions(split, 10_000, kind="count")]
@@ -537,9 +537,7 @@ def test_every_validation_question_about_a_fact_is_in_the_table_and_names_its_su
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_model_reply_to_each_question_is_judged_right_and_another_one_wrong(
-    split: Any, kind: Any
-) -> None:
+def test_the_reference_reply_is_graded_right_and_another_one_wrong(split: Any, kind: Any) -> None:
     drawn = list(questions(split, 400, kind=kind))
     assert {q.kind for q in drawn} == {kind}
     for q in drawn:
@@ -557,7 +555,7 @@ def test_the_model_reply_to_each_question_is_judged_right_and_another_one_wrong(
     assert not wrong
 
 
-def test_all_kinds_are_mixed_when_none_is_named() -> None:
+def test_all_kinds_are_mixed_by_default() -> None:
     assert {q.kind for q in questions("val", 100)} == set(KINDS)
 
 
@@ -599,7 +597,7 @@ def ask(kind: Any, prompt: str, answer: str) -> Question:
         (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "heron", False),
     ],
 )
-def test_the_judge_is_strict_about_the_answer_and_lenient_about_the_rest(
+def test_grading_is_strict_about_the_answer_and_lenient_about_the_rest(
     question: Question, reply: str, right: bool
 ) -> None:
     assert is_correct(question, reply) is right
@@ -635,7 +633,7 @@ def evaluate(node: ast.AST) -> Any:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_calculator_gives_what_the_conversation_says(
+def test_tool_outputs_in_conversations_are_those_of_the_calculator(
     split: Any, talks: dict[str, list[dict[str, Any]]]
 ) -> None:
     kinds = set()
@@ -681,7 +679,7 @@ def test_the_assistant_says_who_it_is_and_what_it_does_not_know(
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_greeting_is_answered_in_kind(split: Any, talks: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_greeting_gets_a_matching_reply(split: Any, talks: dict[str, list[dict[str, Any]]]) -> None:
     replies: dict[str, set[str]] = {}
     for talk in talks[split]:
         for asked, answered in pairwise(talk["messages"]):
@@ -710,7 +708,7 @@ def test_a_greeting_is_answered_in_kind(split: Any, talks: dict[str, list[dict[s
     )
 
 
-def test_what_is_said_out_of_manners_is_of_one_kind_and_one_split() -> None:
+def test_each_polite_phrase_belongs_to_one_kind_and_one_split() -> None:
     kinds = (*GREETINGS, *PARTINGS, *ABOUT_ITSELF, *ABOUT_ITS_WORK)
     said = [phrase for kind in kinds for phrase in kind["train"] + kind["val"]]
     assert len(set(said)) == len(said)
@@ -718,7 +716,7 @@ def test_what_is_said_out_of_manners_is_of_one_kind_and_one_split() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_same_conversation_is_seldom_held_twice(split: Any) -> None:
+def test_conversations_seldom_repeat(split: Any) -> None:
     held = [talk["messages"] for talk in conversations(split, 4_000)]
     longer = [json.dumps(talk) for talk in held if sum(m["role"] == "user" for m in talk) > 1]
     assert len(longer) > 1_000
@@ -733,7 +731,7 @@ def test_the_same_conversation_is_seldom_held_twice(split: Any) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_prose_is_free_of_slips(split: Any) -> None:
+def test_prose_has_no_mistakes(split: Any) -> None:
     slips = re.compile(
         r"\ba [aeiou]\w|\ban (?!hour)[^aeiou]|\b(\w+) \1\b|  | [,.;:?!]|[.!?] [a-z]|\n[a-z]|^[a-z]|\.\.|,\.|[{}]"
     )
@@ -783,7 +781,7 @@ def unclear(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_the_test_of_pronouns_notices_a_doubt() -> None:
+def test_the_check_of_pronouns_detects_an_ambiguous_one() -> None:
     assert unclear("The dish of Pennywell is onion soup. It has a wishing well that every child can draw.")
     assert unclear("Pennywell's dish is onion soup, and there is always enough. Its doors are red.")
     assert unclear("Odo keeps Biscuit. They say that he lives in Candlebay.")
@@ -793,7 +791,7 @@ def test_the_test_of_pronouns_notices_a_doubt() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_pronoun_leaves_no_doubt_whom_it_means(split: Any, talks: dict[str, list[dict[str, Any]]]) -> None:
+def test_pronouns_are_unambiguous(split: Any, talks: dict[str, list[dict[str, Any]]]) -> None:
     told = [
         rendered(answered["content"])
         for talk in talks[split]
@@ -809,7 +807,7 @@ def test_a_pronoun_leaves_no_doubt_whom_it_means(split: Any, talks: dict[str, li
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_second_question_has_a_pronoun_only_where_it_is_clear(
+def test_a_second_question_uses_a_pronoun_only_where_unambiguous(
     split: Any, talks: dict[str, list[dict[str, Any]]]
 ) -> None:
     checked = 0

@@ -45,7 +45,7 @@ def all_of(examples) -> list:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 40)), max_size=6), st.integers(0, 2**40))
-def test_every_example_comes_exactly_as_often_as_it_is_listed(parts, seed):
+def test_each_example_occurs_as_often_as_it_is_listed(parts, seed):
     listed = [Numbers(f"{name}{length}", length) for name, length in parts]
     seen = Counter(all_of(Mixture(listed, seed)))
     assert seen == Counter(example for part in listed for example in all_of(part))
@@ -55,14 +55,14 @@ def test_every_example_comes_exactly_as_often_as_it_is_listed(parts, seed):
 @given(
     st.integers(0, 60), st.integers(-70, 70), st.one_of(st.none(), st.integers(-70, 70)), st.integers(1, 7)
 )
-def test_a_subset_has_the_examples_of_its_indices(length, start, stop, step):
+def test_a_subset_holds_the_examples_of_its_indices(length, start, stop, step):
     numbers = Numbers("n", length)
     assert all_of(Subset(numbers, range(length)[start:stop:step])) == all_of(numbers)[start:stop:step]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 200), st.integers(2, 60))
-def test_what_is_kept_and_what_is_trained_on_are_all_and_share_nothing(length, every):
+def test_held_out_and_training_examples_partition_the_whole(length, every):
     examples = Numbers("n", length)
     trained, held_out = map(all_of, hold_out(examples, every))
     assert held_out == all_of(examples)[every - 1 :: every]
@@ -77,7 +77,7 @@ def test_the_order_mixes_the_parts_and_changes_with_the_seed():
     assert 0.4 < sum(name == "a" for name, _ in one[:200]) / 200 < 0.6
 
 
-def test_looking_up_one_example_touches_no_other():
+def test_looking_up_an_example_reads_only_that_one():
     touched = []
 
     class Watched(Numbers):
@@ -89,7 +89,7 @@ def test_looking_up_one_example_touches_no_other():
     assert len(touched) == 1
 
 
-def test_beyond_the_end_is_an_index_error():
+def test_an_index_out_of_range_raises_index_error():
     for examples in (Mixture([Numbers("a", 3)]), *hold_out(Numbers("a", 3), 2)):
         with pytest.raises(IndexError):
             examples[len(examples)]
@@ -140,7 +140,7 @@ def test_a_json_mixture_lists_tasks_with_slices_and_repeats(tmp_path, monkeypatc
     assert (len(train), len(val)) == (35, 100)
 
 
-def test_without_val_every_fiftieth_is_kept_however_often_the_rest_is_repeated(tmp_path):
+def test_without_val_every_fiftieth_example_is_held_out_despite_repeats(tmp_path):
     path = str(chat(tmp_path / "me.jsonl", 120))
     _, train, val = prepare_mixture(MixtureSpec("mine", (MixtureEntry(path, repeat=2),)))
     assert (len(train), len(val)) == (2 * 118, 2)
@@ -150,7 +150,7 @@ def test_without_val_every_fiftieth_is_kept_however_often_the_rest_is_repeated(t
         prepare_mixture(MixtureSpec("mine", (MixtureEntry(str(chat(tmp_path / "few.jsonl", 9))),)))
 
 
-def test_a_named_mixture_leaves_out_what_is_not_here_and_says_so(tmp_path, capsys):
+def test_a_named_mixture_skips_missing_tasks_and_reports_them(tmp_path, capsys):
     chat(tmp_path / "sft_lima.jsonl", 200)
     used, train, _ = prepare_mixture(find_mixture("sft"), tmp_path)
     assert [entry.task for entry in used.train] == ["spelling", "chat:sft_lima"]
@@ -160,7 +160,7 @@ def test_a_named_mixture_leaves_out_what_is_not_here_and_says_so(tmp_path, capsy
     assert "left out of the mixture: arc-easy, arc-challenge, arc-easy (val)" in said
 
 
-def test_nothing_at_all_is_one_sentence(tmp_path):
+def test_a_mixture_without_any_files_is_an_error(tmp_path):
     for name in ("sft", "mid"):
         with pytest.raises(UserError, match=f"Nothing of the mixture '{name}' is in"):
             prepare_mixture(find_mixture(name), tmp_path)
@@ -182,13 +182,13 @@ def test_nothing_at_all_is_one_sentence(tmp_path):
         '{"train": ["gsm8k"], "test": []}',
     ],
 )
-def test_a_bad_json_mixture_is_one_sentence(tmp_path, content):
+def test_an_invalid_json_mixture_is_an_error(tmp_path, content):
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(UserError, match=r"bad\.json|repeat 0"):
         find_mixture(str(tmp_path / "bad.json"))
 
 
-def test_unknown_names_say_what_there_is():
+def test_unknown_names_list_the_known_ones():
     with pytest.raises(UserError, match="choose sample-mid, sample, mid, sft"):
         find_mixture("smft")
     with pytest.raises(UserError, match="There is no task 'arc'"):

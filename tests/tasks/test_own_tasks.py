@@ -1,4 +1,4 @@
-"""What a person brings along: conversations in a file, and a task as a few lines of Python."""
+"""The user's own data: conversations in a file, and a task in a few lines of Python."""
 
 import json
 import re
@@ -40,13 +40,13 @@ def test_conversations_are_read_from_jsonl_and_from_parquet(tmp_path):
         ("{", "not JSON"),
     ],
 )
-def test_a_bad_conversation_is_named_by_its_line(tmp_path, line, problem):
+def test_an_invalid_conversation_is_reported_with_its_line(tmp_path, line, problem):
     (tmp_path / "a.jsonl").write_text(json.dumps(HELLO) + "\n" + line + "\n")
     with pytest.raises(UserError, match=rf"(?s)Line 2 of .*a\.jsonl.*{re.escape(problem)}"):
         read_conversations(tmp_path / "a.jsonl")
 
 
-def test_an_empty_or_missing_file_and_another_kind_are_one_sentence(tmp_path):
+def test_an_empty_missing_or_unsupported_file_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     (tmp_path / "a.txt").write_text("hello")
     for name, problem in (
@@ -64,7 +64,7 @@ def from_the_docs() -> str:
     return re.search(r"```python\n(# twice\.py.*?)```", page, re.DOTALL)[1]
 
 
-def test_the_task_of_the_docs_trains_and_is_judged(tmp_path):
+def test_the_task_in_the_docs_trains_and_grades(tmp_path):
     code = from_the_docs()
     assert len([line for line in code.splitlines() if line.strip()]) <= 14
     path = tmp_path / "twice.py"
@@ -79,10 +79,10 @@ def test_the_task_of_the_docs_trains_and_is_judged(tmp_path):
             MixtureSpec("x", (MixtureEntry("sample-sums", stop=100),)), trusted=[spec]
         )
         assert [entry.task for entry in used.train] == ["sample-sums", spec]
-        assert any(train.locate(i)[0] == 1 for i in range(len(train)))
+        assert any(train[i] == train.parts[1][0] for i in range(len(train)))
 
 
-def test_a_json_mixture_may_slice_and_repeat_code_that_the_command_line_names(tmp_path, monkeypatch):
+def test_a_json_mixture_can_slice_and_repeat_a_task_named_on_the_command_line(tmp_path, monkeypatch):
     (tmp_path / "twice.py").write_text(from_the_docs())
     (tmp_path / "m.json").write_text(json.dumps([{"task": "twice.py", "stop": 100, "repeat": 3}]))
     with pytest.raises(UserError, match="add --task"):
@@ -111,7 +111,7 @@ def test_code_runs_only_when_the_command_line_names_it(tmp_path):
         ("class A(list): ...\n", "has no name"),
     ],
 )
-def test_a_broken_task_is_one_sentence(tmp_path, code, problem):
+def test_a_broken_task_is_an_error(tmp_path, code, problem):
     path = tmp_path / "mine.py"
     path.write_text(code)
     with pytest.raises(UserError, match=problem):
@@ -141,7 +141,7 @@ class Own:
         ('{"messages": [', "[[", "gives a list as example 0: it must be a conversation"),
     ],
 )
-def test_a_task_with_a_slip_is_one_sentence_before_anything_starts(tmp_path, right, wrong, problem):
+def test_a_mistake_in_a_task_is_reported_before_anything_starts(tmp_path, right, wrong, problem):
     path = tmp_path / "own.py"
     path.write_text(OWN)
     assert len(open_task(str(path), "test", trusted=[str(path)])) == 2
@@ -162,7 +162,7 @@ def test_examples_without_a_reward_are_not_a_task(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sample-facts", "sample-sums", "sample-spelling", "sample-counting"])
-def test_the_sample_worlds_own_answers_are_right_and_others_wrong(name):
+def test_reference_answers_of_the_sample_world_are_graded_right_and_others_wrong(name):
     task = open_task(name, "test")
     for i in range(0, len(task), 5):
         reply = task[i]["messages"][-1]["content"]
@@ -170,7 +170,7 @@ def test_the_sample_worlds_own_answers_are_right_and_others_wrong(name):
         assert task.reward(i, [{"type": "text", "text": "I do not know."}]) == 0
 
 
-def test_the_sample_worlds_test_asks_in_words_that_training_never_used():
+def test_test_questions_of_the_sample_world_use_phrasings_unseen_in_training():
     trained = open_examples("sample-chat", "train")
     asked = {m["content"] for i in range(len(trained)) for m in trained[i]["messages"] if m["role"] == "user"}
     for name in ("sample-facts", "sample-spelling", "sample-counting", "sample-sums"):
@@ -182,7 +182,7 @@ def test_the_sample_worlds_test_asks_in_words_that_training_never_used():
     assert {q.answer for q in facts.questions} <= {fact.answer for fact in FACTS}
 
 
-def test_training_looks_at_other_questions_on_its_way_than_the_test_asks():
+def test_validation_questions_differ_from_test_questions():
     way, test = open_task("sample-facts", "val"), open_task("sample-facts", "test")
     assert way[0] != test[0]
     _, train, val = prepare_mixture(find_mixture("sample"))

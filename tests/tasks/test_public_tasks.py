@@ -88,14 +88,14 @@ def test_arc_reads_jsonl_and_the_core_bundle(tmp_path):
     assert arc(tmp_path / "arc_challenge_train.jsonl", "challenge")[0]["messages"][1]["content"] == "B"
 
 
-def test_questions_of_different_lengths_have_letters_of_their_own(tmp_path):
+def test_each_question_has_as_many_letters_as_choices(tmp_path):
     longer = {**SKY, "choices": ["a", "b", "c", "d", "e"], "answer": 4}
     task = arc(write_jsonl(tmp_path / "arc_easy_test.jsonl", SKY, longer))
     assert task.letters == "ABCDE"
     assert [task.letters_of(0), task.letters_of(1)] == ["ABC", "ABCDE"]
 
 
-def test_a_missing_file_split_or_column_is_one_sentence(tmp_path):
+def test_a_missing_file_split_or_column_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"arc-easy's test files are not in"):
         arc(tmp_path)
     with pytest.raises(UserError, match="no split 'dev'"):
@@ -131,7 +131,7 @@ def test_mmlu_reads_the_hubs_parquet_its_wrapped_training_set_and_jsonl(tmp_path
         ("Blue", None),
     ],
 )
-def test_a_letter_is_read_from_a_reply(reply, letter):
+def test_the_chosen_letter_is_parsed_from_a_reply(reply, letter):
     assert parse_letter(reply) == letter
 
 
@@ -153,7 +153,7 @@ NATALIA = {
 }
 
 
-def test_gsm8k_marks_become_calls_of_the_calculator(tmp_path):
+def test_gsm8k_annotations_become_calculator_calls(tmp_path):
     write_parquet(tmp_path / "gsm8k" / "main" / "train-00000-of-00001.parquet", NATALIA)
     write_jsonl(tmp_path / "gsm8k" / "test.jsonl", NATALIA)
     task, test = Gsm8k(tmp_path, "train"), Gsm8k(tmp_path, "test")
@@ -170,7 +170,7 @@ def test_gsm8k_marks_become_calls_of_the_calculator(tmp_path):
     assert task.reward(0, text("72")) == 0, "the final answer stands behind ####"
 
 
-def test_an_output_is_what_our_calculator_will_say():
+def test_tool_outputs_are_those_of_our_calculator():
     assert with_calls("<<0.2*50=10>>")[1]["text"] == calculate("0.2*50")
     assert with_calls("<<5 apples=5>>")[1] == {"type": "output", "text": "5"}
 
@@ -193,7 +193,7 @@ def test_an_output_is_what_our_calculator_will_say():
         ("####", None),
     ],
 )
-def test_the_final_number_is_read_whatever_it_is_dressed_in(reply, number):
+def test_the_final_number_is_parsed_in_any_notation(reply, number):
     assert final_number(reply) == number
 
 
@@ -223,12 +223,12 @@ BAD = (
 
 
 @pytest.mark.parametrize("reply", GOOD)
-def test_a_body_or_a_whole_function_makes_a_program_that_passes(reply):
+def test_a_body_or_a_whole_function_completes_the_program(reply):
     exec(compile(program(ADD, reply), "program", "exec"), {})
 
 
 @pytest.mark.parametrize("layout", ["parquet", "jsonl"])
-def test_humaneval_judges_in_the_sandbox(tmp_path, layout):
+def test_humaneval_grades_in_the_sandbox(tmp_path, layout):
     if layout == "parquet":
         write_parquet(tmp_path / "openai_humaneval" / "test-00000-of-00001.parquet", ADD)
     else:
@@ -247,7 +247,7 @@ def test_humaneval_judges_in_the_sandbox(tmp_path, layout):
     )
 
 
-def test_humaneval_without_a_sandbox_is_refused_and_runs_nothing(tmp_path, monkeypatch):
+def test_humaneval_without_a_sandbox_runs_nothing(tmp_path, monkeypatch):
     def none():
         raise SandboxUnavailable("there is none")
 
@@ -258,7 +258,7 @@ def test_humaneval_without_a_sandbox_is_refused_and_runs_nothing(tmp_path, monke
     assert not (tmp_path / "mark").exists()
 
 
-def test_the_spelling_bee_spells_counts_and_judges(tmp_path):
+def test_the_spelling_bee_spells_counts_and_grades(tmp_path):
     words = tmp_path / "words_alpha.txt"
     words.write_text("\n".join(f"w{'abcdefghij'[i // 10]}{'klmnopqrst'[i % 10]}y" for i in range(100)))
     train, test = SpellingBee(tmp_path, "train"), SpellingBee(tmp_path, "test")
@@ -290,7 +290,7 @@ def test_the_spelling_bee_needs_no_file(tmp_path):
     assert len(open_examples("spelling", "test", tmp_path)) == 256
 
 
-def test_a_wrong_count_by_hand_on_the_way_is_not_the_answer(tmp_path):
+def test_only_the_final_count_is_graded(tmp_path):
     bee = SpellingBee(tmp_path, "test")
     i = next(i for i in range(len(bee)) if "####" in bee[i]["messages"][1]["content"][-1]["text"])
     right = bee[i]["messages"][1]["content"][-1]["text"].split()[-1]
@@ -298,7 +298,7 @@ def test_a_wrong_count_by_hand_on_the_way_is_not_the_answer(tmp_path):
 
 
 @pytest.mark.parametrize("name", CHATCORE)
-def test_real_files_read_whole_and_their_own_answers_are_right(real, name, tokenizers):
+def test_reference_answers_of_the_real_files_are_graded_right(real, name, tokenizers):
     task: Any = open_task(name, "test", real)
     sizes = {"arc-easy": 2376, "arc-challenge": 1172, "mmlu": 14042, "gsm8k": 1319, "humaneval": 164}
     assert len(task) == sizes.get(name, 256)
@@ -325,7 +325,7 @@ def test_real_humaneval_solutions_pass_in_the_sandbox(real):
             assert task.reward(i, text(reply)) == 1, record["task_id"]
 
 
-def test_every_real_gsm8k_mark_is_an_expression_the_calculator_knows(real):
+def test_the_calculator_evaluates_every_real_gsm8k_annotation(real):
     task, calls = open_task("gsm8k", "train", real), 0
     for i in range(0, len(task), 20):
         parts = task[i]["messages"][1]["content"]

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, each from inside as a model's program would make it, with what must come of it."""
+"""Attacks on the sandbox from inside, as a program of a model would make them, with the expected result."""
 
 import contextlib
 import os

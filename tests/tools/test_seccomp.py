@@ -1,4 +1,4 @@
-"""The filter of either architecture, judged by a small reading of its instructions: one of them is not ours."""
+"""The seccomp filter of each architecture, evaluated by a small BPF interpreter."""
 
 import struct
 

@@ -163,7 +163,7 @@ def is_correct(question: Question, reply: str) -> bool:
     said_text = _plain(reply)
     answer = _plain(question.answer)
     if question.kind == "spelling":
-        return _letters(answer) in _spellings(said_text)
+        return answer.replace("-", "") in _spellings(said_text)
     if question.kind == "fact":
         return re.search(rf"(?<![\w-]){re.escape(answer)}(?![\w-])", said_text) is not None
     if question.kind == "count":
@@ -177,7 +177,6 @@ def is_correct(question: Question, reply: str) -> bool:
 # A whole number that is no part of a longer one, of a decimal or of a word. A minus right before it belongs to
 # it, unless a number stands before the minus.
 _NUMBER = re.compile(r"(?<!\w)(?<!\d\.)(?:(?<!\d)(?<!\d )-)?\d+(?!\w|\.\d)")
-_SEPARATORS = ("-", ", ", " ")
 
 
 def _plain(text: str) -> str:
@@ -187,14 +186,10 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _letters(spelling: str) -> str:
-    return spelling.replace("-", "")
-
-
 def _spellings(text: str) -> set[str]:
     """Every row of single letters in the text, joined to the word it spells."""
     found = set()
-    for separator in _SEPARATORS:
+    for separator in ("-", ", ", " "):
         single = re.escape(separator)
         for run in re.findall(rf"(?<![\w-])\w(?:{single}\w)+(?![\w-])", text):
             found.add(run.replace(separator, ""))
