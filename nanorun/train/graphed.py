@@ -51,7 +51,23 @@ class GraphedMicroStep:
         if self.graph is not None and self.key != graph_key(self.model):
             self.graph, self.eager_steps = None, 0
         if self.graph is None and self.can_capture and self.eager_steps >= EAGER_FIRST:
-            self._capture(inputs)
+            self.inputs, graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            try:
+                # thread_local: the loader's thread may pin memory meanwhile
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    loss = self.forward(*self.inputs) * self.share
+                    (loss * self.scale).backward()
+                    self.loss = loss.detach()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.can_capture = False
+                # A failed capture leaves torch's random generator waiting for its end.
+                generator = torch.cuda.default_generators[self.share.device.index or 0]
+                generator.graphsafe_set_state(generator.clone_state())
+                say(f"training without a CUDA graph, capturing failed: {str(error).splitlines()[0]}")
+            else:
+                self.graph, self.key = graph, graph_key(self.model)
         if self.graph is None or [x.shape for x in inputs] != [x.shape for x in self.inputs]:
             self.eager_steps += 1
             loss = self.forward(*inputs) * self.share
@@ -61,26 +77,6 @@ class GraphedMicroStep:
             static.copy_(new)
         self.graph.replay()
         return self.loss
-
-    def _capture(self, inputs: list[Tensor]) -> None:
-        self.inputs = [x.clone() for x in inputs]
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # thread_local: the loader's thread may pin memory meanwhile
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                loss = self.forward(*self.inputs) * self.share
-                (loss * self.scale).backward()
-                self.loss = loss.detach()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self.can_capture = False
-            # A failed capture leaves torch's random generator waiting for its end.
-            generator = torch.cuda.default_generators[self.share.device.index or 0]
-            generator.graphsafe_set_state(generator.clone_state())
-            say(f"training without a CUDA graph, capturing failed: {str(error).splitlines()[0]}")
-        else:
-            self.graph, self.key = graph, graph_key(self.model)
 
 
 def graph_key(model: GPT) -> Hashable:
