@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,10 @@ def configuration(args: argparse.Namespace, variant: str, seed: int) -> dict[str
         batch_tokens=args.batch_tokens,
         data=args.data,
         tokenizer=args.tokenizer,
-        train_changes={"seed": seed, "eval_tokens": EVAL_TOKENS, "save_every": 10_000},
     )
     every = max(config.train.steps // EVALUATIONS, 1)
-    return replace(config, train=replace(config.train, eval_every=every)).to_dict()
+    changes = {"seed": seed, "eval_tokens": EVAL_TOKENS, "save_every": 10_000, "eval_every": every}
+    return base.override(config, changes).to_dict()
 
 
 def run_name(args: argparse.Namespace, variant: str, seed: int) -> str:

@@ -318,12 +318,10 @@ def scale(
     batch_tokens: int | None = None,
     data: str = "sample",
     tokenizer: str = "sample",
-    model_changes: Mapping[str, Any] | None = None,
-    train_changes: Mapping[str, Any] | None = None,
 ) -> Config:
     """The whole configuration, derived from the depth."""
     horizon = horizon or Horizon()
-    model = scale_model(depth, vocab_size, context, **(model_changes or {}))
+    model = scale_model(depth, vocab_size, context)
     reference = scale_model(REFERENCE_DEPTH, vocab_size, context)
     ratio = horizon.ratio or DEFAULT_RATIO
     tokens = ratio * model.scaling_parameters
@@ -354,7 +352,7 @@ def scale(
         matrix_weight_decay=min(base.matrix_weight_decay * by_batch / data_ratio, MAX_WEIGHT_DECAY),
         warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
     )
-    train = TrainConfig(steps=steps, batch_tokens=batch_tokens, **(train_changes or {}))
+    train = TrainConfig(steps=steps, batch_tokens=batch_tokens)
     return Config(model, optim, train, data, tokenizer)
 
 

@@ -4,8 +4,10 @@ from typing import Annotated
 
 import typer
 
+from nanorun import tables
 from nanorun.cli import options as opt
 from nanorun.errors import UserError
+from nanorun.provenance import check_writable
 
 app = typer.Typer(help="Throughput on this machine: training, generation.", no_args_is_help=True)
 
@@ -34,9 +36,7 @@ def bench_train(
     as_json: opt.Json = False,
 ) -> None:
     """Measure tokens/s, MFU, peak memory and the time to the first step, on real packed data."""
-    from nanorun import tables
     from nanorun.bench.train import bench_train
-    from nanorun.provenance import check_writable
     from nanorun.train import base
 
     check_writable(save)
@@ -71,9 +71,7 @@ def bench_infer(
     as_json: opt.Json = False,
 ) -> None:
     """Measure time to first token, ms per step, tokens/s, peak memory and memory bandwidth utilization."""
-    from nanorun import tables
     from nanorun.bench.infer import InferenceWorkload, bench_infer
-    from nanorun.provenance import check_writable
 
     check_writable(save)
     speculation = opt.check_speculation(speculate, draft)

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from nanorun import tables
 from nanorun.cli.options import ChatModel, Json, Model, Save, TaskFiles, example, show
+from nanorun.console import say
 from nanorun.errors import UserError
 
 app = typer.Typer(help="Evaluate a model: bits per byte, CORE, ChatCORE.", no_args_is_help=True)
@@ -59,7 +61,6 @@ def eval_chat(
     as_json: Json = False,
 ) -> None:
     """ChatCORE: the accuracy of a chat model on each task, with 95% confidence intervals."""
-    from nanorun import tables
     from nanorun.evals import chat
     from nanorun.evals.replies import ReplySettings
 
@@ -111,8 +112,6 @@ def eval_core(
     as_json: Json = False,
 ) -> None:
     """The CORE score of a base model on 22 tasks: 0 for guessing; GPT-2 XL has 0.2565."""
-    from nanorun import tables
-    from nanorun.console import say
     from nanorun.evals.core import CoreOptions, evaluate_core
     from nanorun.report.core_plot import plot_core
     from nanorun.report.plots import check_suffix

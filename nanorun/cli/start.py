@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from nanorun import tables
 from nanorun.cli import options as opt
 from nanorun.config import Horizon
 
@@ -70,7 +71,6 @@ def warmup(
     as_json: opt.Json = False,
 ) -> None:
     """Compile ahead of time: fill the caches, so that the next run of this shape starts at once."""
-    from nanorun import tables
     from nanorun.train import base, warmup
 
     options = base.BaseOptions(device_batch=device_batch, backend=attention, recipe=opt.chosen_recipe(fp8))

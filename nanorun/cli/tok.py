@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from nanorun import tables
 from nanorun.cli.options import Json, Replace, example, show
 
 app = typer.Typer(help="Tokenizers: train one, compare it with others.", no_args_is_help=True)
@@ -21,7 +22,6 @@ def tok_train(
     as_json: Json = False,
 ) -> None:
     """Trains a byte-level BPE tokenizer on the training text of a dataset."""
-    from nanorun import tables
     from nanorun.data.get import newest_text, parse_size
     from nanorun.data.vocabulary import train_on
 
@@ -44,7 +44,6 @@ def tok_eval(
     as_json: Json = False,
 ) -> None:
     """Compression and throughput on validation text, beside GPT-2's and GPT-4's if their files are available."""
-    from nanorun import tables
     from nanorun.data.get import parse_size
     from nanorun.data.vocabulary import evaluate
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nanorun import console
+from nanorun import console, tables
 from nanorun.cli import options as opt
 from nanorun.errors import UserError
 
@@ -57,7 +57,6 @@ def train_base(
     as_json: opt.Json = False,
 ) -> None:
     """Pretrain a base model. An existing run resumes from its last checkpoint."""
-    from nanorun import tables
     from nanorun.config import Horizon
     from nanorun.plan.estimate import PlanTooLong
     from nanorun.train import base
@@ -66,18 +65,13 @@ def train_base(
     options = base.BaseOptions(
         name, fresh, device_batch, attention, dtype, compiled, graphs, recipe, deterministic, track
     )
-    train = {"seed": seed, "save_every": save_every, "eval_every": eval_every}
     if config_file is not None:
         if not all(value is None for value in (depth, context, ratio, tokens, flops)):
             raise UserError(
                 "--depth, --context, --ratio, --tokens and --flops derive a new configuration: give them or --config."
             )
-        config = base.override(
-            base.read_config(config_file),
-            {**train, "steps": steps, "batch_tokens": batch_tokens},
-            data=data,
-            tokenizer=tokenizer,
-        )
+        changes = {"steps": steps, "batch_tokens": batch_tokens}
+        config = base.override(base.read_config(config_file), changes, data=data, tokenizer=tokenizer)
     else:
         config = base.configure(
             depth or 12,
@@ -86,8 +80,8 @@ def train_base(
             batch_tokens=batch_tokens,
             data=data,
             tokenizer=tokenizer,
-            train_changes={key: value for key, value in train.items() if value is not None},
         )
+    config = base.override(config, {"seed": seed, "save_every": save_every, "eval_every": eval_every})
     try:
         summary = base.train_base(config, replace(options, max_days=None if yes else 1.0))
     except PlanTooLong as error:
@@ -148,7 +142,6 @@ def train_sft(
     as_json: opt.Json = False,
 ) -> None:
     """Fine-tune a base model on conversations. An existing run resumes from its last checkpoint."""
-    from nanorun import tables
     from nanorun.train import base, sft
 
     options = base.BaseOptions(
@@ -210,7 +203,6 @@ def train_rl(
     as_json: opt.Json = False,
 ) -> None:
     """Reinforcement learning on a task's rewards. An existing run resumes from its last checkpoint."""
-    from nanorun import tables
     from nanorun.evals.chat import open_task
     from nanorun.train import rl
 
