@@ -84,8 +84,6 @@ def save(
     Tensors are copied to the CPU one at a time, so a model on a GPU needs no second copy in host memory. Tied
     weights are written once under each of their names.
     """
-    if step < 0:
-        raise ValueError(f"a checkpoint needs a step of 0 or more, not {step}")
     for what, tensors in (("the model", model), ("the optimizer", optimizer)):
         _check_tensors(what, tensors)
     _check_json(state, "state")

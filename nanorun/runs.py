@@ -167,10 +167,9 @@ def list_runs() -> list[RunInfo]:
     return sorted(found, key=lambda run: (-run.modified, run.name))
 
 
-def newest_run(kind: str | None = None, *, with_checkpoint: bool = False) -> str | None:
-    """The name of the last modified run (of that kind; with a model to load)."""
-    runs = loadable_runs() if with_checkpoint else list_runs()
-    return next((run.name for run in runs if kind in (None, run.kind)), None)
+def newest_run(kind: str) -> str | None:
+    """The name of the last modified run of that kind with a model to load."""
+    return next((run.name for run in loadable_runs() if run.kind == kind), None)
 
 
 def loadable_runs() -> list[RunInfo]:

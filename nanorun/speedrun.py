@@ -6,6 +6,7 @@ An interrupted speedrun resumes in the stage that it was in; run again, it skips
 finished when its result exists under its final name, since results appear whole or not at all.
 """
 
+import functools
 import json
 import os
 import time
@@ -60,7 +61,7 @@ class Stage:
     done: str
     seconds: float  # approximate, on two cores: for the time left
     folder: Path
-    is_done: Callable[[], bool]
+    is_done: bool
     make: Callable[[], object]
 
 
@@ -69,8 +70,10 @@ def stages() -> list[Stage]:
         name: str, doing: str, done: str, takes: float, make: Callable[[], object], result: str = SUMMARY
     ) -> Stage:
         folder = home.runs_dir() / name
-        return Stage(name, doing, done, takes, folder, lambda: _is_trained(folder, result), make)
+        is_done = (folder / result).is_file() and any((folder / CHECKPOINTS).glob("[0-9]*"))
+        return Stage(name, doing, done, takes, folder, is_done, make)
 
+    mid = functools.partial(_train_on_mixture, BASE, "sample-mid", MID)
     return [
         Stage(
             "data",
@@ -78,7 +81,7 @@ def stages() -> list[Stage]:
             "the sample world is written",
             3,
             home.data_dir() / SAMPLE_DATA,
-            vocabulary.has_sample_data,
+            vocabulary.has_sample_data(),
             lambda: make_sample(name=SAMPLE_DATA, replace=True),
         ),
         Stage(
@@ -87,11 +90,11 @@ def stages() -> list[Stage]:
             "its tokenizer is trained",
             3,
             home.tokenizers_dir() / SAMPLE_TOKENIZER,
-            vocabulary.has_sample_tokenizer,
+            vocabulary.has_sample_tokenizer(),
             vocabulary.train_sample_tokenizer,
         ),
         training(BASE, "pretraining: a model reads it", "the base model is trained", 162, _base),
-        training(MID, "midtraining: the model practises", "midtraining is done", 21, _mid),
+        training(MID, "midtraining: the model practises", "midtraining is done", 21, mid),
         training(SFT, "fine-tuning: it learns to talk", "fine-tuning is done", 74, _sft, EXAM),
         training(RL, "reinforcement: it learns by trying", "reinforcement learning is done", 74, _rl, EXAM),
     ]
@@ -101,7 +104,7 @@ def run() -> dict[str, Any]:
     """Runs the stages that are not done yet. Returns all results as one record."""
     start = time.perf_counter()
     all_stages, records = stages(), list[dict[str, Any]]()
-    missing = [stage for stage in all_stages if not stage.is_done()]
+    missing = [stage for stage in all_stages if not stage.is_done]
     estimated = took = 60.0  # of the stages done now; starting at a minute makes the first ratios stable
     for number, stage in enumerate(all_stages, 1):
         position = f"{number}/{len(all_stages)}"
@@ -139,10 +142,6 @@ def _base() -> None:
     config = sample_preset(vocab_size, SAMPLE_DATA, SAMPLE_TOKENIZER, budget().base_steps)
     say(f"    {config.model.total_parameters:,} parameters, {config.tokens:,} tokens")
     train_base(config, BaseOptions(name=BASE, samples=6))
-
-
-def _mid() -> None:
-    _train_on_mixture(BASE, "sample-mid", MID)
 
 
 def _sft() -> None:
@@ -200,11 +199,6 @@ def _exam(name: str) -> None:
         replies_file=folder / "exam.jsonl",
     )
     write_json(folder / EXAM, chat.evaluate_chat(options))
-
-
-def _is_trained(folder: Path, result: str) -> bool:
-    """Whether a run has its last file, and a checkpoint."""
-    return (folder / result).is_file() and any((folder / CHECKPOINTS).glob("[0-9]*"))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -138,9 +138,9 @@ def test_a_damaged_run_is_skipped_and_reported(home, capsys):
         with Run.open(name, {"kind": "base"}) as run:
             (run.checkpoints / "000007").mkdir()
         os.utime(run.folder / "config.json", (1000 + age, 1000 + age))
-    assert newest_run(with_checkpoint=True) == "damaged"
+    assert newest_run("base") == "damaged"
     (home / "runs" / "damaged" / "config.json").write_text('{"kind":')
-    assert newest_run(with_checkpoint=True) == runs_for_chat()[0] == "sound"
+    assert newest_run("base") == runs_for_chat()[0] == "sound"
     assert "skipping the run 'damaged'" in capsys.readouterr().err
 
 
@@ -306,22 +306,22 @@ def test_the_summary_is_valid_json(home):
 
 
 def test_the_newest_run_is_the_last_modified(home):
-    assert newest_run() is None
+    assert newest_run("base") is None
     for age, (name, kind) in enumerate([("one", "base"), ("two", "sft"), ("three", "base")]):
         with Run.open(name, {"kind": kind}) as run:
             run.log({"step": 1})
-            if name == "one":
+            if name != "three":
                 (run.checkpoints / "000007").mkdir()
             for path in run.folder.glob("*.json*"):
                 os.utime(path, (1000 + age, 1000 + age))
-    assert newest_run() == "three"
+    assert list_runs()[0].name == "three"
     assert newest_run("sft") == "two"
     assert newest_run("rl") is None
-    assert newest_run("base", with_checkpoint=True) == "one"
+    assert newest_run("base") == "one", "the newest has no checkpoint yet"
     with Run.open("two", {"kind": "sft"}) as run:
         run.log({"step": 2})
     assert [(run.name, run.checkpoint) for run in list_runs()] == [
-        ("two", None),
+        ("two", 7),
         ("three", None),
         ("one", 7),
     ]

@@ -100,7 +100,7 @@ def configure(
 
 
 def _newest_parent() -> str:
-    name = newest_run("sft", with_checkpoint=True) or newest_run("base", with_checkpoint=True)
+    name = newest_run("sft") or newest_run("base")
     if name is None:
         raise UserError(f"There is no model to start from in {home.runs_dir()}: nanorun speedrun trains one.")
     return name

@@ -71,7 +71,7 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
         base.make_deterministic()
     if options.track:
         require(options.track)
-    parent = sft.parent or newest_run("base", with_checkpoint=True)
+    parent = sft.parent or newest_run("base")
     if parent is None:
         raise UserError(
             f"There is no base model in {home.runs_dir()} to start from: run nanorun train base or nanorun speedrun."
