@@ -89,7 +89,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path):
+def test_loading_returns_what_was_saved(tmp_path):
     state = {"loader": {"position": [1, 2]}, "rate": 0.1 + 0.2, "best": float("inf"), "none": None}
     path = save(tmp_path, 60, tensors(), {"m": torch.arange(3)}, state)
     assert path == tmp_path / "000060"
@@ -130,7 +130,7 @@ def test_loaded_tensors_can_be_written_to_without_touching_the_file(tmp_path):
     assert same(load(path).model, tensors())
 
 
-def test_tied_weights_come_back_under_both_names(tmp_path):
+def test_tied_weights_are_loaded_under_both_names(tmp_path):
     weight = torch.nn.Parameter(torch.randn(4, 4))
     found = load(save(tmp_path, 1, {"wte": weight, "head": weight, "part": weight[1:]}, {}, {}))
     assert same(found.model, {"wte": weight.data, "head": weight.data, "part": weight.data[1:]})
@@ -176,13 +176,13 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, dtype):
         ({"a": {"b": {1}}}, "state.a.b"),
     ],
 )
-def test_state_that_json_would_change_is_refused_before_anything_is_written(tmp_path, state, where):
+def test_state_that_json_would_change_is_rejected_before_writing(tmp_path, state, where):
     with pytest.raises(TypeError, match=where):
         save(tmp_path, 1, tensors(), {}, state)
     assert os.listdir(tmp_path) == []
 
 
-def test_without_checkpoints_there_is_none_to_load(tmp_path):
+def test_a_folder_without_checkpoints_loads_none(tmp_path):
     assert load_newest(tmp_path / "missing") is None
     assert load_newest(tmp_path) is None
     (tmp_path / ".000007.writing-x-1").mkdir()
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path, 
     assert (folder / "damaged-000060-2").is_dir(), "an earlier damaged one is not overwritten"
 
 
-def test_any_flipped_bit_is_noticed(tmp_path):
+def test_any_flipped_bit_is_detected(tmp_path):
     save_steps(tmp_path, 20)
     chance = random.Random(0)
     for name in (*checkpoint.FILES, checkpoint.CHECKSUMS):
@@ -251,7 +251,7 @@ def test_any_flipped_bit_is_noticed(tmp_path):
         path.write_bytes(good)
 
 
-def test_when_all_are_damaged_nothing_starts_silently_anew(tmp_path):
+def test_training_does_not_start_over_silently_if_all_checkpoints_are_damaged(tmp_path):
     save_steps(tmp_path, 20, 40)
     flip(tmp_path / "000020" / "state.json")
     truncate(tmp_path / "000040" / "model.safetensors")
@@ -267,7 +267,7 @@ def test_when_all_are_damaged_nothing_starts_silently_anew(tmp_path):
         load_newest(tmp_path)
 
 
-def test_a_later_format_is_refused_and_not_called_damaged(tmp_path):
+def test_a_later_format_is_rejected_and_not_reported_as_damaged(tmp_path):
     save_steps(tmp_path, 20)
     state = tmp_path / "000020" / "state.json"
     state.write_text(state.read_text().replace('"version": 1', '"version": 2'))
@@ -279,7 +279,7 @@ def test_a_later_format_is_refused_and_not_called_damaged(tmp_path):
     assert os.listdir(tmp_path) == ["000020"]
 
 
-def test_what_killed_writers_left_is_swept_and_a_half_done_replacement_undone(tmp_path):
+def test_leftovers_of_killed_writers_are_removed_and_an_interrupted_replacement_is_undone(tmp_path):
     save_steps(tmp_path, 20, 40)
     (tmp_path / "000040").rename(tmp_path / ".000040.old-host-1")
     shutil.copytree(tmp_path / "000020", tmp_path / ".000060.writing-host-1")
@@ -301,7 +301,7 @@ def test_pruning_keeps_the_newest(tmp_path, keep, left):
     assert sorted(os.listdir(tmp_path)) == [f"{step:06d}" for step in left] + ["damaged-000005"]
 
 
-def test_pruning_never_removes_the_newest_good_one(tmp_path):
+def test_pruning_never_removes_the_newest_intact_checkpoint(tmp_path):
     save_steps(tmp_path, 10, 20, 30, 40)
     truncate(tmp_path / "000040" / "optimizer.safetensors")
     (tmp_path / "000030" / "state.json").unlink()
@@ -317,7 +317,7 @@ def test_a_million_steps_sort_as_numbers(tmp_path):
     assert newest_step(tmp_path) == 1_000_000
 
 
-def test_killed_at_any_moment_what_has_a_name_is_whole(tmp_path):
+def test_a_save_killed_at_any_time_leaves_only_complete_checkpoints(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path), "12", "3"], capture_output=True, text=True, cwd=ROOT
     )
@@ -348,7 +348,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_without_room_is_noticed_before_writing(small_disk):
+def test_a_disk_without_space_is_detected_before_writing(small_disk):
     folder = small_disk("size=3m") / "checkpoints"
     save_steps(folder, 20)
     before = contents(folder)
@@ -372,7 +372,7 @@ def test_a_disk_that_fills_up_while_writing_keeps_the_earlier_ones(small_disk):
     assert newest_step(folder) == 20
 
 
-def test_a_file_that_may_not_grow_gives_one_sentence(tmp_path):
+def test_a_file_size_limit_is_a_user_error(tmp_path):
     save_steps(tmp_path, 20)
     before = contents(tmp_path)
     code = (
@@ -393,7 +393,7 @@ def test_a_file_that_may_not_grow_gives_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("half_a_pair", [False, True])
-def test_random_numbers_go_on_where_they_stood(tmp_path, half_a_pair):
+def test_random_number_generators_are_restored(tmp_path, half_a_pair):
     def draw() -> list[float]:
         return [
             random.random(),

@@ -10,7 +10,7 @@ from nanorun.errors import UserError
 
 
 @pytest.mark.parametrize("speculate", [None, "lookup", "draft"])
-def test_a_row_for_each_batch_size(speculate):
+def test_every_batch_size_gives_one_row(speculate):
     workload = infer.InferenceWorkload(
         (1, 3), prompt_tokens=20, new_tokens=6, int8=speculate == "lookup", speculate=speculate
     )
@@ -23,7 +23,7 @@ def test_a_row_for_each_batch_size(speculate):
         assert ("acceptance" in row) == (speculate is not None)
 
 
-def test_bytes_of_a_step_are_the_matrices_and_the_keys_in_sight(monkeypatch):
+def test_bytes_of_a_step_are_the_matrices_and_the_visible_keys(monkeypatch):
     from nanorun.config import scale_model
     from nanorun.infer.frozen import freeze
     from nanorun.model.gpt import build
@@ -42,12 +42,12 @@ def test_bytes_of_a_step_are_the_matrices_and_the_keys_in_sight(monkeypatch):
     assert infer._mbu(weights, 7, workload, 1.0) == pytest.approx(bytes_read / 1e6)
 
 
-def test_what_does_not_fit_is_refused():
+def test_a_prompt_that_exceeds_the_context_is_rejected():
     with pytest.raises(UserError, match="do not fit"):
         infer.bench_infer(1, None, infer.InferenceWorkload(prompt_tokens=2000, new_tokens=100))
 
 
-def test_too_few_tokens_are_refused_before_anything_is_built_and_as_many_as_named_are_enough(monkeypatch):
+def test_too_few_tokens_are_rejected_early_and_the_suggested_number_suffices(monkeypatch):
     wanted = infer.InferenceWorkload(
         (3,), prompt_tokens=300, new_tokens=3
     )  # on a CPU they are read one a step
@@ -60,7 +60,7 @@ def test_too_few_tokens_are_refused_before_anything_is_built_and_as_many_as_name
     assert infer.bench_infer(1, None, replace(wanted, new_tokens=4))["rows"][0]["batch"] == 3
 
 
-def test_rows_are_told_as_they_come(capsys):
+def test_rows_are_reported_as_they_are_measured(capsys):
     infer.bench_infer(1, None, infer.InferenceWorkload((1, 2), prompt_tokens=8, new_tokens=4))
     told = capsys.readouterr().err.splitlines()
     assert [line[:6] for line in told] == ["timing", "    " + told[1][4:6], "timing", "    " + told[3][4:6]]

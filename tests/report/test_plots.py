@@ -58,7 +58,7 @@ def amount(path, color) -> int:
     return int((np.abs(pixels(path) - color).max(axis=-1) < 12).sum())
 
 
-def test_chatcore_on_the_way_is_drawn_where_it_was_measured(tmp_path):
+def test_chatcore_is_plotted_if_it_was_evaluated_during_training(tmp_path):
     looks = [
         {"kind": "chat", "step": step, "tokens": step, "chatcore": step / 250} for step in (50, 100, 150, 200)
     ]
@@ -68,7 +68,7 @@ def test_chatcore_on_the_way_is_drawn_where_it_was_measured(tmp_path):
     assert "ChatCORE" not in plot_loss("sft", metrics(), tmp_path / "none.svg").read_text()
 
 
-def test_a_run_becomes_a_picture_on_white(tmp_path):
+def test_a_run_is_plotted_on_a_white_background(tmp_path):
     path = plot_loss("d12", metrics(), tmp_path / "new" / "loss.png")
     picture = pixels(path)
     assert picture.shape[0] > 700
@@ -78,7 +78,7 @@ def test_a_run_becomes_a_picture_on_white(tmp_path):
     assert amount(path, BLUE) > 2000  # four lines and their labels
 
 
-def test_a_long_name_and_one_that_looks_like_a_formula_are_drawn_as_they_are(tmp_path):
+def test_a_long_name_and_one_like_a_formula_are_drawn_unchanged(tmp_path):
     for name in ("a run with quite a long name " * 3, "_odd $name$"):
         assert plot_loss(name, metrics(), tmp_path / "name.png").is_file()
 
@@ -104,13 +104,13 @@ def test_svg_is_the_same_for_the_same_metrics(tmp_path):
     ids=["empty", "nothing known", "one step", "only an eval", "only a gap", "constant"],
 )
 @pytest.mark.filterwarnings("error")
-def test_little_or_nothing_is_drawn_without_complaint(records, tmp_path):
+def test_few_or_no_records_are_plotted_without_warnings(records, tmp_path):
     path = plot_loss("run", records, tmp_path / "plot.png")
     assert colors(path) > 5
 
 
 @pytest.mark.filterwarnings("error")
-def test_bad_losses_leave_a_gap(tmp_path):
+def test_non_finite_losses_leave_a_gap(tmp_path):
     whole = metrics(300)
     broken = [dict(record) for record in whole]
     bad = [math.nan, None, math.inf]
@@ -121,20 +121,20 @@ def test_bad_losses_leave_a_gap(tmp_path):
     assert amount(without, BLUE) < amount(plot_loss("run", whole, tmp_path / "whole.png"), BLUE)
 
 
-def test_steps_done_again_after_a_resume_count_once(tmp_path):
+def test_steps_repeated_after_a_resume_count_once(tmp_path):
     spoiled = [{**record, "loss": 50.0} for record in metrics() if record["step"] > 100]
     once = plot_loss("run", metrics(), tmp_path / "once.png")
     again = plot_loss("run", spoiled + metrics(), tmp_path / "again.png")
     assert (pixels(once) == pixels(again)).all()
 
 
-def test_an_unknown_suffix_says_which_are_known(tmp_path):
+def test_an_unknown_suffix_is_rejected_with_the_known_ones(tmp_path):
     with pytest.raises(UserError, match=r"\.png or a \.svg"):
         plot_loss("run", metrics(), tmp_path / "loss.jpeg")
     assert not list(tmp_path.iterdir())
 
 
-def test_smoothing_keeps_gaps_ignores_spikes_and_does_not_trail():
+def test_smoothing_keeps_gaps_ignores_spikes_and_does_not_lag():
     y = np.linspace(10, 0, 101)
     np.testing.assert_allclose(moving_median(y, 5)[5:-5], y[5:-5])
     y[50], y[70] = math.nan, 1000
@@ -159,7 +159,7 @@ def rewards(steps: int = 120) -> list[dict]:
     return records
 
 
-def test_the_rewards_of_one_run_or_two_become_a_picture(tmp_path):
+def test_rewards_are_plotted_with_or_without_records(tmp_path):
     one = plot_reward("rl", rewards(), tmp_path / "one.png")
     assert amount(one, BLUE) > 2000
     empty = plot_reward("none yet", [], tmp_path / "empty.svg")
