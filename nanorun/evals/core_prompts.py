@@ -40,6 +40,10 @@ _KEYS = ("tokens", "trunks", "choices", "gold", "tails", "scored")  # of the .np
 _EXAMPLES_AT_ONCE = 256  # whose texts can take some megabytes
 
 
+# The prefix, the suffixes, and how many tokens count at the end of each sequence.
+EncodedExample = tuple[np.ndarray, list[np.ndarray], list[int]]
+
+
 class Encoder(Protocol):
     """The part of a tokenizer used here; `text.tokenizer.Tokenizer` implements it."""
 
@@ -63,10 +67,7 @@ class EncodedTask:
     scored: np.ndarray  # (sequences,) how many tokens at the end count
 
     @classmethod
-    def from_examples(
-        cls, examples: Sequence[tuple[np.ndarray, list[np.ndarray], list[int]]], gold: Sequence[int]
-    ) -> Self:
-        """From the prefix, the suffixes and the scored counts of each example."""
+    def from_examples(cls, examples: Sequence[EncodedExample], gold: Sequence[int]) -> Self:
         counts = (
             [len(prefix) for prefix, _, _ in examples],
             [len(suffixes) for _, suffixes, _ in examples],
@@ -80,14 +81,13 @@ class EncodedTask:
     def __len__(self) -> int:
         return len(self.prefix_lengths)
 
-    def examples(self) -> Iterator[tuple[np.ndarray, list[np.ndarray], np.ndarray]]:
-        """Prefix, suffixes and scored counts of each example."""
+    def examples(self) -> Iterator[EncodedExample]:
         at, sequence = 0, 0
         for prefix, choices in zip(self.prefix_lengths.tolist(), self.choices.tolist(), strict=True):
             lengths = self.suffix_lengths[sequence : sequence + choices]
             ends = at + prefix + np.cumsum(lengths)
             suffixes = [self.tokens[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-            yield self.tokens[at : at + prefix], suffixes, self.scored[sequence : sequence + choices]
+            yield self.tokens[at : at + prefix], suffixes, self.scored[sequence : sequence + choices].tolist()
             at, sequence = int(ends[-1]), sequence + choices
 
 

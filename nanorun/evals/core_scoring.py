@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.console import Progress
-from nanorun.evals.core_prompts import EncodedTask, common_prefix
+from nanorun.evals.core_prompts import EncodedExample, EncodedTask, common_prefix
 
 # A shorter prefix is read again for every branch: attention of branches is an extra call.
 _MIN_SHARED_PREFIX = 8
@@ -112,21 +112,17 @@ def plan_rows(tasks: Sequence[EncodedTask], context: int, share_prefixes: bool) 
     """The rows of all tasks; sequences are numbered through all of them."""
     rows, number = [], 0
     for task in tasks:
-        for prefix, suffixes, scored in task.examples():
-            rows += _example_rows(prefix, suffixes, scored, number, context, share_prefixes)
-            number += len(suffixes)
+        for example in task.examples():
+            rows += _example_rows(example, number, context, share_prefixes)
+            number += len(example[1])
     return rows
 
 
 def _example_rows(
-    prefix: np.ndarray,
-    suffixes: list[np.ndarray],
-    scored: np.ndarray,
-    number: int,
-    context: int,
-    share_prefixes: bool,
+    example: EncodedExample, number: int, context: int, share_prefixes: bool
 ) -> list[BranchedRow]:
     """The rows that one example's sequences need; its first sequence has this number."""
+    prefix, suffixes, scored = example
     sequences = [np.concatenate([prefix, suffix])[-context:] for suffix in suffixes]
     hosts: list[np.ndarray] = []  # the rows that are no prefix of another
     targets: list[list[Targets]] = []  # of each host
@@ -138,7 +134,7 @@ def _example_rows(
         if host == len(hosts):
             hosts.append(row)
             targets.append([])
-        start = max(len(sequences[i]) - int(scored[i]), 1)
+        start = max(len(sequences[i]) - scored[i], 1)
         targets[host].append((np.arange(start - 1, len(row)), sequences[i][start:], number + i))
     common = common_prefix(hosts)
     if not (share_prefixes and len(hosts) > 1 and common >= _MIN_SHARED_PREFIX):
@@ -261,7 +257,7 @@ def score_one_at_a_time(model: ScoringModel, task: EncodedTask) -> np.ndarray:
         sequences = [torch.from_numpy(each.astype(np.int64)).to(model.device) for each in whole]
         logits = model.all_logits(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True))
         losses, is_greedy = [], True
-        for row, sequence, count in zip(logits, sequences, scored.tolist(), strict=True):
+        for row, sequence, count in zip(logits, sequences, scored, strict=True):
             start = max(len(sequence) - count, 1)
             predicted, targets = row[start - 1 : len(sequence) - 1], sequence[start:]
             losses.append(F.cross_entropy(predicted, targets).item())

@@ -91,7 +91,7 @@ def test_scored_tokens_are_those_that_choices_do_not_share():
     assert prefix[0] == byte_tokenizer().bos
     assert as_text(prefix) == "Is it blue s"
     assert [as_text(suffix) for suffix in suffixes] == ["ky", "ea"]
-    assert scored.tolist() == [2, 2]
+    assert scored == [2, 2]
     assert encoded.gold.tolist() == [1]
 
 
@@ -100,7 +100,7 @@ def test_scored_tokens_of_a_schema_are_the_common_suffix():
     ((prefix, suffixes, scored),) = encode_examples(task("schema"), pool, 1, byte_tokenizer()).examples()
     assert as_text(prefix) == ""
     assert [as_text(suffix) for suffix in suffixes] == ["Sam ran", "Ann B ran"]
-    assert scored.tolist() == [4, 4]  # " ran"
+    assert scored == [4, 4]  # " ran"
 
 
 def test_scored_tokens_of_a_continuation_follow_the_prompt():
@@ -108,7 +108,7 @@ def test_scored_tokens_of_a_continuation_follow_the_prompt():
     ((prefix, suffixes, scored),) = encode_examples(
         task("language_modeling"), pool, 1, byte_tokenizer()
     ).examples()
-    assert (as_text(prefix), as_text(suffixes[0]), scored.tolist()) == ("2, 3,", " 4", [2])
+    assert (as_text(prefix), as_text(suffixes[0]), scored) == ("2, 3,", " 4", [2])
 
 
 def test_every_choice_has_a_scored_token_even_a_prefix_of_another():
