@@ -5,16 +5,14 @@ process that finds the caches of the first. A few steps are discarded, and the m
 throughput. The loss is that of the last step: evidence that what was timed was training.
 """
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, redirect_stderr
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ import torch
 
 from nanorun.config import Config
 from nanorun.console import Progress, say, seconds
-from nanorun.model.fast.recipe import Recipe
 from nanorun.provenance import record
 from nanorun.train import loop
 from nanorun.train.base import BaseOptions
@@ -118,21 +115,20 @@ def empty_caches() -> Iterator[None]:
 
 def _first_step_in_new_process(config: Config, options: BaseOptions) -> dict[str, float] | None:
     """Seconds from the start of assembly to the end of the first step, by part; None when the process fails."""
-    code = "import json, sys; from nanorun.bench.train import print_first_step; print_first_step(json.load(sys.stdin))"
-    request = json.dumps({"config": config.to_dict(), "options": asdict(options)})
-    child = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
-    if child.returncode != 0:
-        return None
-    startup: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
-    return startup
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(_first_step, config, options).result()
+        except Exception:
+            return None
 
 
-def print_first_step(request: dict[str, Any]) -> None:
-    options = BaseOptions(**request["options"])
-    if request["options"]["recipe"] is not None:
-        options = replace(options, recipe=Recipe.from_dict(request["options"]["recipe"]))
-    with started(Config.from_dict(request["config"]), options) as (training, start):
-        print(json.dumps(timed_first_step(training, start)[1]))
+def _first_step(config: Config, options: BaseOptions) -> dict[str, float]:
+    with (
+        open(os.devnull, "w") as nowhere,
+        redirect_stderr(nowhere),
+        started(config, options) as (training, start),
+    ):
+        return timed_first_step(training, start)[1]
 
 
 def timed_first_step(training: loop.Training, start: float) -> tuple[loop.Step, dict[str, float]]:
