@@ -75,16 +75,17 @@ class PackingPlan:
 
 
 def pack(segments: Segments, context: int, packing: Packing, reuse_tails: bool = True) -> PackingPlan:
+    """Decides which segments, or parts of them, make a row: by best fit, unless they are a stream."""
     capacity, pad = context + 1, packing == "padded"
     if packing == "stream":
         return _pack_stream(segments, capacity, reuse_tails)
     starts, lengths = segments.starts.tolist(), segments.lengths.tolist()
-    pool = sorted(_key(length, index) for index, length in enumerate(lengths))
     if pad and (longest := max(lengths, default=0) + 1) > capacity:
         raise UserError(
             f"A conversation of {longest} tokens does not fit a row of {capacity}: cut it when rendering "
             "(max_tokens), or use a larger --context."
         )
+    pool = sorted(_key(length, index) for index, length in enumerate(lengths))
     rows = _Rows()
     while pool:
         room = capacity

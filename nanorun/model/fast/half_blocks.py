@@ -109,7 +109,7 @@ class NormMLP(torch.autograd.Function):
             *(s, inv_rms, stream.x0, stream.lambda_, stream.mu),
             *(n_t, n_scale, saved_h, h_scale, up_t, up_scale, down_t, down_scale, down_max_norms),
         )
-        if fused_residual:
+        if fused_residual:  # s + y, or the next block's λ·(s + y) + μ·x0
             y = gemm.gemm_fp8_residual(h, down, h_scale, down_scale, s, next_x0, next_lambda, next_mu)
         else:
             y = gemm.gemm_fp8(h, down, h_scale, down_scale, s.dtype, pingpong)
@@ -206,7 +206,7 @@ class NormQkvRope(torch.autograd.Function):
         g, g_t, g_scale = rope_norm.backward_fp8(
             qkv, head_inv_rms, cos, sin, *gradients, max_inv_rms, ctx.heads, ctx.kv_heads, ctx.gain
         )
-        dn, dw = gemm.gemm_fp8_grads(
+        dn, dw = gemm.gemm_fp8_grads(  # g·w and gᵀ·n
             g, w_t, g_scale, w_scale, s.dtype, ctx.pingpong, [g_t], [n_t], [g_scale], [n_scale]
         )
         ds_or_none = ds if ctx.is_deferred else None
