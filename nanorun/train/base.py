@@ -318,14 +318,16 @@ def fast_path(model: GPT, recipe: Recipe) -> FastPath | None:
 def make_deterministic() -> None:
     """The same bits every time on the same GPU, a little slower. Must come before CUDA is first used.
 
-    Inductor must not choose the tiling of a reduction by timing it: two processes that compile at the same time,
-    both with empty caches, would choose differently, and add in a different order.
+    Inductor must not choose the tiling of a kernel by timing it: of two processes with empty caches each would make
+    its own choice, and even in an elementwise kernel the compiler fuses other multiplications and additions for
+    another tiling. (AdamW's second moments differed by 2e-19 at step 3, the losses from step 6 on.)
     """
     import torch._inductor.config as inductor
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     inductor.deterministic = True
+    inductor.triton.autotune_pointwise = False
 
 
 def finish(t: loop.Training, options: BaseOptions, planned: dict[str, Any]) -> dict[str, Any]:
