@@ -3,16 +3,17 @@
 Depth fixes the width, the width and the vocabulary fix the number of parameters, parameters times a ratio
 fix how many tokens to train on, tokens fix the batch, and the batch fixes the learning rates. Each derived
 value can be set by hand, and then stays as set. Hardware never changes what is learned: it only chooses the
-micro-batch, the dtype and the attention backend.
+micro-batch, the dtype, the attention backend and the recipe (model/fast/recipe.py).
 
-Every idea of the ladder is one field here, read in one place. `dataclasses.replace(config, field=value)`
-is how a variant is made, and `to_dict`/`from_dict` how a run remembers what it was.
+Every idea of the ladder is one field here, read by the plain model and by the fast paths that support it.
+`dataclasses.replace(config, field=value)` is how a variant is made, and `to_dict`/`from_dict` how a run remembers what
+it was.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -75,6 +76,12 @@ class ModelConfig:
     def padded_vocab(self) -> int:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
+    def fields_beyond(self, supported: Collection[str]) -> list[str]:
+        """Fields that are not at their default and not among those that a path supports."""
+        return [
+            f.name for f in fields(self) if f.name not in supported and getattr(self, f.name) != f.default
+        ]
+
     def window(self, layer: int) -> int:
         """How many positions back layer sees, itself included."""
         if layer == self.depth - 1 or self.windows[layer % len(self.windows)] == "L":
@@ -125,7 +132,7 @@ SMEAR_GATE_CHANNELS = 24
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """ScheduledHyperparameters at their peak, as used (already scaled to the batch and width)."""
+    """Learning rates and weight decay at their peak, scaled to batch and width, and the rest of the optimizer."""
 
     matrix_lr: float = 0.02
     embedding_lr: float = 0.3

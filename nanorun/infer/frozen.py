@@ -117,7 +117,7 @@ class FrozenGPT(GPT):
         """The trunk over tokens (N,) of any sequences, each with the token before it and its position, to (N, D)."""
         rope = F.embedding(positions, self.cos).unsqueeze(-2), F.embedding(positions, self.sin).unsqueeze(-2)
 
-        def gated(x: Tensor, gate: Gate) -> Tensor:
+        def gated(_x: Tensor, _gate: Gate) -> Tensor:  # from the tables: both depend on the token alone
             assert self.smear is not None
             share = F.embedding(tokens, self.smear) * (positions > 0).unsqueeze(-1)
             return share * self.embedded(previous)
@@ -153,7 +153,8 @@ class FrozenGPT(GPT):
 
     @torch.no_grad()
     def load(self, model: GPT) -> None:
-        """Takes the current weights of the model, in the same memory: captured CUDA graphs stay valid."""
+        """Takes the current weights of the model, in the same memory. A captured CUDA graph still has the old scalars,
+        which are arguments of its kernels."""
         for mine, new in zip(self.tensors(), freeze(model, self.dtype, self.int8).tensors(), strict=True):
             mine.copy_(new)
 

@@ -41,7 +41,7 @@ from nanorun.model.gpt import GPT
 from nanorun.model.kernels import kernels_run_on
 
 MAX_DRAFT_TOKENS = 16
-MIN_EVENT_INTERVAL_S = 0.01  # between two events of a sequence, where `events_per_s` limits them
+MIN_EVENT_INTERVAL_S = 0.01  # between two steps after which events are emitted, where `events_per_s` is set
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class SequenceState:
         self.finish: Finish | None = None
         # Steps are launched ahead. Those launched before a tool call or the end belong to an older epoch.
         self.epoch, self.steps_in_flight = 0, 0
-        self._emit, self._streams = emit, emit is not None and request.stream
+        self._listener, self._streams = emit, emit is not None and request.stream
         max_tokens = request.max_tokens or context
         self._context, self._remaining = context, min(max_tokens, context - self.prompt_length)
         special = tokenizer.special if tokenizer is not None else {}  # not text: a stop string may name one
@@ -207,7 +207,7 @@ class SequenceState:
             first_token_s=(self._first_token_time or now) - self._start_time,
             seconds=now - self._start_time,
         )
-        if self._emit is not None:
+        if self._listener is not None:
             self._emit_event(reply=reply)
         return reply
 
@@ -217,17 +217,17 @@ class SequenceState:
             return
         start, end = self._detokenized, len(self.tokens) - self._ends_with_stop_token
         ids, self._detokenized = self.tokens[start:end], end
-        if self._emit is None or self._logprobs is None or forced:
+        if self._listener is None or self._logprobs is None or forced:
             self._pieces += self._text_stream.push(*ids, forced=forced)
             return
         for token, logprobs in zip(ids, self._logprobs[start - self.prompt_length :], strict=False):
             self._pieces += self._text_stream.push(token, logprobs=logprobs)
 
     def _emit_event(self, reply: Reply | None = None) -> None:
-        assert self._emit is not None
+        assert self._listener is not None
         self._detokenize()
         ids, pieces = self.tokens[self._emitted_tokens :], self._pieces[self._emitted_pieces :]
         self._emitted_tokens, self._emitted_pieces = len(self.tokens), len(self._pieces)
         stream = self._text_stream
         logprobs = stream.take_logprobs(at_end=reply is not None) if stream is not None else []
-        self._emit(Event(self.sample, tuple(ids), tuple(pieces), tuple(logprobs), reply))
+        self._listener(Event(self.sample, tuple(ids), tuple(pieces), tuple(logprobs), reply))

@@ -37,6 +37,7 @@ from nanorun.infer.sequence import SequenceState
 from nanorun.infer.speculate import Drafter
 
 GreedySample = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits, slots, table: `kernels/elementwise.py`
+# g: tokens_per_row, one more than are drafted.
 Outputs = tuple[Tensor, ...]  # counts and tokens (B, 1 + g); log-probabilities (B, g, 2); top (B, g, n), ids
 
 

@@ -106,7 +106,8 @@ class Attention(nn.Module):
         return cast(Tensor, self.out(y.flatten(-2)))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values, by one matmul instead of three; and the value gate before its sigmoid."""
+        """Queries, keys and values, by one matmul instead of three; and the value gate before its sigmoid. A frozen
+        model has its own (infer/frozen.py)."""
         qkv = F.linear(x, torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype))
         return qkv, None if self.value_gate is None else self.value_gate(x[..., :VALUE_GATE_CHANNELS])
 

@@ -8,8 +8,8 @@ cheaper than pickled objects. It is not a public format: both ends are the same 
 
 Beside the engine's thread there are two: the main thread reads requests, the other sends everything that was
 generated since its last message. A token sent by itself costs the server and its client a write, a wake-up and
-a read. So a sequence emits at most a hundred events per second, and fewer when many sequences run, all in
-the same step. Its first token and its end are sent at once.
+a read. So events are emitted after at most a hundred steps per second, for all sequences together, and
+after fewer when many run. The first token of a sequence and its end are sent at once.
 
 The process never outlives the server: it exits at the end of the socket, and on Linux the kernel kills it, in case
 Python is stuck. It ignores the usual signals, because Ctrl-C reaches a whole process group and some supervisors stop

@@ -44,7 +44,10 @@ class GraphedMicroStep:
     def __call__(
         self, tokens: Tensor, targets: Tensor, docs: Tensor | None, trained_tokens: int, loss_scale: float
     ) -> Tensor:
-        """The summed loss divided by `trained_tokens`; gradients are of the loss times `loss_scale`."""
+        """The summed loss divided by `trained_tokens`; gradients are of the loss times `loss_scale`.
+
+        The graph multiplies by 1/`trained_tokens`, a tensor. On CUDA torch divides by a number in the same way.
+        """
         inputs = [x.contiguous() for x in (tokens, targets, docs) if x is not None]
         self.share.fill_(1 / trained_tokens)
         self.scale.fill_(loss_scale)

@@ -92,9 +92,9 @@ class _GuardState:
 class TrainingGuard:
     """Deterministic: the same losses and norms give the same verdicts, also after a restore.
 
-    The loop acts on the verdict: "ok" applies the update; "skip" discards it and continues with the next batch;
-    "rollback" loads the last checkpoint, passes its guard state to `load_rolled_back_state`, and should continue after
-    the bad batches, since the same ones would give the same verdict.
+    The verdict repeats what the device has decided by `limits`: "ok", the update was applied; "skip", it was not, and
+    training continues with the next batch. At "rollback" the loop loads the last checkpoint, passes its guard state to
+    `load_rolled_back_state`, and should continue after the bad batches: the same ones would give the same verdict.
     """
 
     def __init__(

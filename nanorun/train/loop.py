@@ -180,7 +180,7 @@ def update(
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(hyperparameters, apply_update=(loss <= largest_loss) & (norm <= largest_norm))
     t.optimizer.zero_grad(keep_buffers=t.graphed is not None)
-    if t.fast is not None:
+    if t.fast is not None:  # after zero_grad, which may drop the gradient buffers that this attaches again
         t.fast.refresh()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
@@ -355,7 +355,7 @@ def recorded_recipe(found: checkpoint.Checkpoint) -> Recipe:
 
 def load_weights(t: Training, found: checkpoint.Checkpoint, with_optimizer: bool = True) -> None:
     t.model.load_state_dict(found.model)
-    if t.fast is not None:
+    if t.fast is not None:  # after zero_grad, which may drop the gradient buffers that this attaches again
         t.fast.refresh()
     if with_optimizer:
         t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})

@@ -2,9 +2,9 @@
 
 Three ways to multiply by matrices, by the number of rows that share them (`tune` chooses):
 
-    gemv    1 to 4 rows   a kernel that holds whole matrix rows in registers; five kernels per layer
-    cublas  more          torch.mm, with norms, ReLU² and residuals in small kernels between
-    gemm    int8          the same five kernels with tensor cores
+    gemv    1 to 4 rows (int8: 8)   a kernel that holds whole matrix rows in registers; five kernels per layer
+    cublas  more rows               torch.mm, with norms, ReLU² and residuals in small kernels between
+    gemm    more rows, int8         gemv's kernels with tensor cores; one more where a window is split
 
 The elementwise end of a layer is in the epilogue of the kernel that writes the residual stream: after the MLP that
 is λ·x + μ·x0 for the next layer, after the last layer the backout. Nothing here synchronizes with the GPU or reads
@@ -15,7 +15,7 @@ each.
 plain trunk. A new field of ModelConfig is unsupported, unless at its default, until SUPPORTED_FIELDS lists it.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -50,11 +50,7 @@ SUPPORTED_FIELDS = frozenset(
 
 def unsupported(config: ModelConfig) -> list[str]:
     """Fields, with their values, that the kernels do not implement."""
-    names = [
-        field.name
-        for field in fields(ModelConfig)
-        if field.name not in SUPPORTED_FIELDS and getattr(config, field.name) != field.default
-    ]
+    names = config.fields_beyond(SUPPORTED_FIELDS)
     if config.head_dim < 16 or config.head_dim & (config.head_dim - 1):
         names.append("heads")  # the head dimension is the side of a tile: a power of two, at least 16
     if config.dim % 16:

@@ -35,16 +35,19 @@ from nanorun.model.kernels import embedding_grad, fp8, gemm, opaque_to_dynamo, r
 
 
 class ResidualStream(NamedTuple):
-    """s = λ·(x + y) + μ·x0, or as much of it as is given, not yet computed. All but λ and μ are (N, D)."""
+    """s = λ·(x + y) + μ·x0, or as much of it as is given, not yet computed. All but λ and μ are (N, D).
+
+    y_is_sum   y holds                          forward      backward
+    false      what the last half-block added   computes s   gradients of x, y, x0, λ and μ
+    true       s, from the epilogue of a GEMM   reads y      the same, which is what x0, λ and μ are given for
+    """
 
     x: Tensor
     y: Tensor | None = None  # what the last half-block adds to x
     x0: Tensor | None = None
     lambda_: Tensor | None = None  # one number
     mu: Tensor | None = None
-    y_is_sum: bool = (
-        False  # y holds s: an epilogue computed it. Gradients are those of the expression all the same
-    )
+    y_is_sum: bool = False
 
     @property
     def is_deferred(self) -> bool:
@@ -134,6 +137,7 @@ class NormMLP(torch.autograd.Function):
         dn, ddown, dup = gemm.gemm_fp8_grads(du, up_t, du_scale, up_scale, s.dtype, ctx.pingpong, *pairs)
         ds_or_none = ds if ctx.is_deferred else None
         dx, *dmix = residual_norm.input_grads(dn, s, inv_rms, ds_or_none, None, x0, lambda_, mu)
+        # None for 3 switches, 3 fields of NextMix and 2 groups of FP8 tensors; the weights; the fields of the stream.
         return *[None] * 8, dup, ddown, dx, dx if ctx.has_y else None, *dmix, None
 
 
@@ -166,7 +170,7 @@ class NormQkvRope(torch.autograd.Function):
         table: Tensor | None,
         table_grad: Tensor | None,
         token_ids: Tensor | None,
-        *stream_and_weights: Any,
+        *stream_and_weights: Any,  # the six fields of a ResidualStream, then the weights of q, k and v
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         stream, weights = ResidualStream(*stream_and_weights[:6]), stream_and_weights[6:]
         w, w_t, w_scale, _ = w8
@@ -212,6 +216,8 @@ class NormQkvRope(torch.autograd.Function):
         ds_or_none = ds if ctx.is_deferred else None
         dx, *dmix = residual_norm.input_grads(dn, s, inv_rms, ds_or_none, dgate_input, x0, lambda_, mu)
         dstream = dx, dx if ctx.has_y else None, *dmix, None
+        # None for the FP8 tensors, cos, sin and 5 numbers; gate_weight; None for table, table_grad and token_ids; the
+        # fields of the stream; the weights of q, k and v.
         return *[None] * 8, dgate_weight, *[None] * 3, *dstream, *dw.split(ctx.outputs)
 
 

@@ -12,7 +12,6 @@ path. A new field of ModelConfig is unsupported, unless at its default, until it
 """
 
 import functools
-from dataclasses import fields
 from typing import cast
 
 import torch
@@ -38,11 +37,7 @@ SUPPORTED_FIELDS = frozenset(
 
 def unsupported(config: ModelConfig, recipe: Recipe) -> list[str]:
     """Fields, with their values, that this path does not implement under this recipe."""
-    names = [
-        field.name
-        for field in fields(ModelConfig)
-        if field.name not in SUPPORTED_FIELDS and getattr(config, field.name) != field.default
-    ]
+    names = config.fields_beyond(SUPPORTED_FIELDS)
     if recipe.fused_rope and not rope_norm.is_supported_head_dim(config.head_dim):
         names.append("heads")  # the head dimension must be a power of two
     if recipe.fused_loss and not can_fuse(config.softcap):
@@ -101,7 +96,9 @@ class FastPath(nn.Module):
         for i in range(config.depth):
             if config.residual_scalars:
                 stream = stream._replace(x0=x0, lambda_=model.lambdas[i], mu=model.mus[i])
-            next_mix = None  # what the epilogue of this block's down projection computes for the next block
+            # What the epilogue of this block's down projection computes for the next block. The middle block's output
+            # is needed as it is, for the backout, and the last block has no next one.
+            next_mix = None
             if recipe.fused_residual and i not in (config.depth // 2, config.depth - 1):
                 next_mix = (
                     NextMix(x0.detach(), lambdas[i + 1], mus[i + 1]) if config.residual_scalars else NextMix()
