@@ -29,12 +29,12 @@ import torch
 from nanorun.config import ModelConfig, scale_model
 from nanorun.infer.cache import Cache
 from nanorun.infer.forward import decode
-from nanorun.infer.frozen import Matrix, freeze
 from nanorun.infer.kernels.attention import KVSplit, combine_and_project, rope_cache_attention
+from nanorun.infer.kernels.decode import FastDecode, Tuning, tune
 from nanorun.infer.kernels.elementwise import relu2_, residual_norm, softcap
 from nanorun.infer.kernels.linear import Tile, linear_residual, norm_linear, padded
-from nanorun.infer.kernels.step import FastDecode, Tuning, tune
 from nanorun.infer.kernels.weights import DecodeWeights
+from nanorun.infer.model import Matrix, inference_copy
 from nanorun.model.gpt import GPT, build
 from nanorun.provenance import record, write_result
 
@@ -302,7 +302,7 @@ def step_error(model: GPT, weights: DecodeWeights, cache: Cache, batch: int, tun
     ):
         mine.copy_(theirs)
     fast = FastDecode(weights, cache, tuning)(slots, tokens, positions).double()
-    truth = decode(freeze(model, torch.float64), exact, slots, tokens, positions)
+    truth = decode(inference_copy(model, torch.float64), exact, slots, tokens, positions)
     return ((fast - truth).norm() / truth.norm()).item()
 
 
@@ -433,7 +433,7 @@ def main() -> None:
     for left, (depth, batch) in zip(range(len(cells), 0, -1), cells, strict=True):
         if model is None or model.config.depth != depth:
             model = random_model(depth)
-            weights = DecodeWeights.of(freeze(model))
+            weights = DecodeWeights.of(inference_copy(model))
         now = time.monotonic()
         deadline = now + (begin + args.seconds - now) / left
         found += measure(model, weights, batch, args.context, deadline, args.compile_only)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from nanorun.config import NORM_EPSILON
 from nanorun.model.fast import half_blocks
-from nanorun.model.fast.half_blocks import NextMix, ResidualStream
+from nanorun.model.fast.half_blocks import ResidualStream
 from nanorun.model.fast.loss import fp8_loss_and_gradients
 from nanorun.model.kernels import embedding_grad
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
@@ -36,18 +36,15 @@ def assert_residual_grads_near(gradients, exact, tolerance):
 
 def norm_mlp(x, up8, down8, up, down, fused_relu2=False):
     """The MLP's output for a residual stream x (..., D) that has nothing to add."""
-    weights = (up8.tensors, down8.tensors, up, down)
     stream = ResidualStream(x.flatten(0, -2))
-    _, y = half_blocks.norm_mlp(fused_relu2, up8.pingpong, False, *NextMix(), *weights, *stream)
-    return y.view(x.shape)
+    return half_blocks.norm_mlp(stream, up8, down8, up, down, fused_relu2=fused_relu2).y.view(x.shape)
 
 
-def norm_qkv_rope(x, qkv8, weights, channels, cos, sin, heads, kv_heads, gain, values=(None,) * 4):
+def norm_qkv_rope(x, qkv8, weights, channels, cos, sin, heads, kv_heads, gain, value_embedding=None):
     """q, k, v and the gate's input for a residual stream x (B, T, D) that has nothing to add."""
-    numbers = (channels, heads, kv_heads, gain, qkv8.pingpong)
-    stream = ResidualStream(x.flatten(0, -2))
+    stream, heads = ResidualStream(x.flatten(0, -2)), (heads, kv_heads, gain)
     _, *qkv, gate_input = half_blocks.norm_qkv_rope(
-        qkv8.tensors, cos, sin, *numbers, *values, *stream, *weights
+        stream, qkv8, weights, (cos, sin), heads, channels, value_embedding
     )
     return *(each.view(*x.shape[:2], -1, each.size(-1)) for each in qkv), gate_input.view(*x.shape[:2], -1)
 

@@ -30,8 +30,8 @@ from nanorun.errors import UserError
 from nanorun.evals.bpb import evaluate_model
 from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
-from nanorun.infer.frozen import FrozenGPT, freeze, rounded
 from nanorun.infer.load import load_model
+from nanorun.infer.model import InferenceGPT, inference_copy, rounded
 from nanorun.model.gpt import GPT, build
 from nanorun.provenance import record
 from nanorun.runs import read_config
@@ -77,7 +77,7 @@ def bench_infer(
         if workload.speculate == "draft":
             draft_model = build(scale_model(max(depth // 3, 1), VOCAB, CONTEXT), device, dtype)
         prompts = _random_prompts(model.config.vocab_size, workload.prompt_tokens)
-    weights = freeze(model, int8=workload.int8)
+    weights = inference_copy(model, int8=workload.int8)
     rows: list[dict[str, Any]] = []
     for batch in workload.batches:
         say(f"timing batch size {batch} ({len(rows) + 1} of {len(workload.batches)})")
@@ -139,7 +139,7 @@ def _measure(
     batch: int,
     prompts: Iterator[list[int]],
     workload: InferenceWorkload,
-    weights: FrozenGPT,
+    weights: InferenceGPT,
 ) -> dict[str, Any]:
     is_cuda = weights.device.type == "cuda"
     if is_cuda:
@@ -181,7 +181,7 @@ def _measure(
     return row
 
 
-def _mbu(weights: FrozenGPT, batch: int, workload: InferenceWorkload, seconds: float) -> float | None:
+def _mbu(weights: InferenceGPT, batch: int, workload: InferenceWorkload, seconds: float) -> float | None:
     """None where the bandwidth is unknown, and for speculation, which reads more than it must."""
     bandwidth = hardware.this_gpu().bandwidth_tb_s
     if bandwidth is None or workload.speculate is not None:

@@ -3,7 +3,7 @@
 Our model reads a prefix once for all its branches. The prefix uses the usual attention. Branches attend to their
 prefix and to themselves, with an explicit mask: they are short, so that costs little. Everything else in the model
 depends only on a token, the previous token and the position, so prefix and branches run through the trunk of
-model/gpt.py together, on a frozen copy of the model (infer/frozen.py).
+model/gpt.py together, on a copy of the model for inference (infer/model.py).
 
 A Hugging Face model has its own forward pass; a hook selects the scored positions from the input of its head, so
 that whatever the model does to its logits afterwards still applies.
@@ -23,7 +23,8 @@ from torch import Tensor
 from nanorun.errors import UserError
 from nanorun.evals.core_prompts import Encoder
 from nanorun.evals.core_scoring import ScoringBatch, ScoringModel
-from nanorun.infer.frozen import freeze
+from nanorun.infer.forward import hidden_at
+from nanorun.infer.model import inference_copy
 from nanorun.model.attention import attend, disable_cudnn_sdpa
 from nanorun.model.gpt import GPT
 
@@ -32,13 +33,13 @@ class NanorunModel:
     shares_prefixes = True
 
     def __init__(self, model: GPT) -> None:
-        self.model, self.frozen = model, freeze(model)
+        self.model, self.inference_model = model, inference_copy(model)
         self.context, self.vocab_size = model.config.context, model.config.vocab_size
-        self.device = self.frozen.device
+        self.device = self.inference_model.device
 
     @torch.no_grad()
     def logits(self, batch: ScoringBatch) -> Tensor:
-        tokens, previous, positions, branch = _to_device(
+        tokens, previous_tokens, positions, branch = _to_device(
             np.stack([batch.tokens, batch.previous, batch.positions, batch.branch]), self.device
         )
         rows, prefix = tokens.size(0), batch.prefix
@@ -54,10 +55,9 @@ class NanorunModel:
                 out = torch.cat([out, _attend_masked(q[:, prefix:], k, v, masks[window])], 1)
             return out.flatten(0, 1)
 
-        x = self.frozen.hidden_at(
-            tokens.flatten(), previous.flatten(), positions.flatten(), attend_prefix_and_branches
-        )
-        return self.frozen.logits_of(x[_to_device(batch.logit_positions, self.device)])
+        inputs = (x.flatten() for x in (tokens, previous_tokens, positions))
+        x = hidden_at(self.inference_model, *inputs, attend_prefix_and_branches)
+        return self.inference_model.logits_of(x[_to_device(batch.logit_positions, self.device)])
 
     @torch.no_grad()
     def all_logits(self, tokens: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 
 from nanorun.errors import UserError
 from nanorun.hardware import keep_freed_memory
-from nanorun.infer.forward import Decoder
+from nanorun.infer.forward import DecodeFactory
 from nanorun.infer.request import MAX_TOP_LOGPROBS, Event, Logprobs, Reply, Request, Sampling, Tool
 from nanorun.infer.sampling import SamplingFeatures
 from nanorun.infer.scheduler import Scheduler, Settings, Stats
@@ -113,10 +113,12 @@ class Engine:
         settings: Settings | None = None,
         *,
         draft: GPT | None = None,
-        decoder: Decoder | None = None,  # None: the fastest on this device
+        make_decode: DecodeFactory | None = None,  # None: the fastest on this device
     ) -> None:
         self.settings, self.tokenizer = settings or Settings(), tokenizer
-        self._scheduler = Scheduler(model, self.settings, draft, decoder, self._on_finish, self._on_tool_call)
+        self._scheduler = Scheduler(
+            model, self.settings, draft, make_decode, self._on_finish, self._on_tool_call
+        )
         # Of all running samples; only for the engine's thread.
         self._handles: dict[SequenceState, Handle] = {}
         self._lock = threading.Condition()
@@ -125,10 +127,10 @@ class Engine:
         self._submitted, self._queued = 0, 0  # samples in the inbox; samples that wait in the scheduler
         self._failure: BaseException | None = None
         self._default_threads = self._own_threads = torch.get_num_threads()
-        frozen = self._scheduler.model
-        if frozen.device.type == "cpu":
+        copied = self._scheduler.model
+        if copied.device.type == "cpu":
             keep_freed_memory()
-            is_small = frozen.bytes_per_step < SINGLE_THREAD_BYTES
+            is_small = copied.bytes_per_step < SINGLE_THREAD_BYTES
             self._own_threads = self.settings.threads or (1 if is_small else self._default_threads)
         self._thread: threading.Thread | None = None
         self._tool_executor: ThreadPoolExecutor | None = None

@@ -1,6 +1,6 @@
 """The two functions at the heart of generation: `prefill` processes many tokens, `decode` one per row.
 
-Both run the trunk of model/gpt.py, on a frozen copy of the model (frozen.py), and store keys and values in the
+Both run the trunk of model/gpt.py, on a copy of the model for inference (model.py), and store keys and values in the
 cache; they differ in what attention reads.
 
     prefill   chunks of some sequences. A chunk attends to the cached tokens of its sequence, and to itself. A
@@ -15,8 +15,8 @@ Of a prompt, only the logits after its last token are needed. So a prompt is pre
 is then the first to be decoded: prefill has no head, and samples that share a prompt diverge at their first decode
 step.
 
-All of this is plain PyTorch, for any device, and the reference for the fast decode step (kernels/step.py). An
-engine obtains its decode function from a `Decoder`, once.
+All of this is plain PyTorch, for any device, and the reference for the fast decode step (kernels/decode.py). A
+`DecodeFactory` makes the decode function of an engine, once.
 """
 
 import functools
@@ -27,25 +27,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.infer.cache import Cache, on_device
-from nanorun.infer.frozen import FrozenGPT
+from nanorun.infer.model import InferenceGPT
+from nanorun.model.gpt import Attend
 
 # Shapes: N rows or tokens, R sequences, T tokens of a chunk, S slots, L length of a ring, H heads, K kv heads,
 # D head dimension.
-Decode = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # `decode` for one model and cache
-Decoder = Callable[[FrozenGPT, Cache], Decode]
+Decode = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]  # `decode` of one model and cache
+DecodeFactory = Callable[[InferenceGPT, Cache], Decode]
 
 
-def plain_decode(model: FrozenGPT, cache: Cache) -> Decode:
+def make_plain_decode(model: InferenceGPT, cache: Cache) -> Decode:
     return functools.partial(decode, model, cache)
 
 
-def compiled_decode(model: FrozenGPT, cache: Cache) -> Decode:
+def make_compiled_decode(model: InferenceGPT, cache: Cache) -> Decode:
     """The same through torch.compile: far fewer kernels, for GPUs that ours do not support."""
     return torch.compile(functools.partial(decode, model, cache), dynamic=False)
 
 
 def decode(
-    model: FrozenGPT,
+    model: InferenceGPT,
     cache: Cache,
     slots: Tensor,
     tokens: Tensor,
@@ -57,7 +58,7 @@ def decode(
     `longest` is an upper bound of positions + 1, where the host knows one; attention then reads less.
     """
     cache.tokens[slots, positions] = tokens
-    previous = cache.tokens[slots, (positions - 1).clamp(min=0)]
+    previous_tokens = cache.tokens[slots, (positions - 1).clamp(min=0)]
     masks: dict[tuple[int, int], Tensor] = {}  # by ring length and window, of which there are at most two
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,11 +74,11 @@ def decode(
         grouped = q.unflatten(1, (k.size(1), -1))  # heads that share a key are queries of one head
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)
 
-    return model.logits_of(model.hidden_at(tokens, previous, positions, attend))
+    return model.logits_of(hidden_at(model, tokens, previous_tokens, positions, attend))
 
 
 def prefill(
-    model: FrozenGPT,
+    model: InferenceGPT,
     cache: Cache,
     slots: Sequence[int],
     chunks: Sequence[Sequence[int]],
@@ -93,7 +94,7 @@ def prefill(
     positions = (start + step).clamp(max=model.config.context - 1)  # padding may exceed the context
     targets = rows.expand(-1, time).masked_fill(step >= size, cache.scratch)  # the slot of each token
     before = cache.tokens[rows, (start - 1).clamp(min=0)]
-    previous = torch.cat([before, tokens[:, :-1]], 1)
+    previous_tokens = torch.cat([before, tokens[:, :-1]], 1)
     cache.tokens[targets, positions] = tokens
     max_start = max(starts)
     masks: dict[tuple[int, int], Tensor | None] = {}
@@ -104,9 +105,9 @@ def prefill(
             return None  # nothing cached or outside the window: causal attention, which has a fast kernel
         index = torch.arange(min(ring, max_start), device=device)
         cached = start - 1 - (start - 1 - index) % ring  # the position of each key in the ring, < 0: none
-        at = torch.cat([cached.masked_fill(cached < 0, -window), positions], 1)[:, None]  # (R, 1, keys)
+        key = torch.cat([cached.masked_fill(cached < 0, -window), positions], 1)[:, None]  # (R, 1, keys)
         query = positions[:, :, None]
-        return _additive_mask((at <= query) & (at > query - window), model.dtype)[:, None]
+        return _additive_mask((key <= query) & (key > query - window), model.dtype)[:, None]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ring, window = kind = cache.lengths[layer], model.config.window(layer)
@@ -126,7 +127,21 @@ def prefill(
         cache.write(layer, kept.flatten(), positions.flatten(), _flatten_rows(k), _flatten_rows(v))
         return _flatten_rows(y)
 
-    model.hidden_at(tokens.flatten(), previous.flatten(), positions.flatten(), attend)
+    hidden_at(model, tokens.flatten(), previous_tokens.flatten(), positions.flatten(), attend)
+
+
+def hidden_at(
+    model: InferenceGPT, tokens: Tensor, previous_tokens: Tensor, positions: Tensor, attend: Attend
+) -> Tensor:
+    """The trunk over tokens (N,) of any sequences, each with the token before it and its position, to (N, D)."""
+    rope = F.embedding(positions, model.cos).unsqueeze(-2), F.embedding(positions, model.sin).unsqueeze(-2)
+
+    def smear(_x: Tensor) -> Tensor:  # from tables: embedding and gate depend on the token alone
+        assert model.smear_gates is not None
+        gate = F.embedding(tokens, model.smear_gates) * (positions > 0).unsqueeze(-1)
+        return gate * model.embedded(previous_tokens)
+
+    return model.trunk(tokens, rope, smear, attend)
 
 
 def _additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,8 +30,8 @@ from nanorun.config import ModelConfig
 from nanorun.console import say
 from nanorun.errors import UserError
 from nanorun.infer.cache import Cache, SlotPool
-from nanorun.infer.forward import Decoder, compiled_decode, plain_decode, prefill
-from nanorun.infer.frozen import freeze
+from nanorun.infer.forward import DecodeFactory, make_compiled_decode, make_plain_decode, prefill
+from nanorun.infer.model import inference_copy
 from nanorun.infer.request import MAX_TOP_LOGPROBS, Finish, Reply
 from nanorun.infer.sampling import GumbelArgmax, SamplingFeatures, gumbel_argmax
 from nanorun.infer.sequence import SequenceState
@@ -91,7 +91,7 @@ class Stats:
 @dataclass(frozen=True)
 class _ScheduledStep:
     step: InFlightStep
-    rows: list[tuple[SequenceState, int]]  # with their epoch at launch
+    rows: list[tuple[SequenceState, int]]  # with their version at launch
 
 
 class Scheduler:
@@ -100,12 +100,12 @@ class Scheduler:
         model: GPT,
         settings: Settings,
         draft: GPT | None,
-        decoder: Decoder | None,
+        make_decode: DecodeFactory | None,
         on_finish: Callable[[SequenceState, Reply], None],
         on_tool_call: Callable[[SequenceState, Any], None],
     ) -> None:
         self.stats, self._on_finish, self._on_tool_call = Stats(), on_finish, on_tool_call
-        self._settings, self._draft, self._custom_decoder = settings, draft, decoder
+        self._settings, self._draft, self._custom_decode = settings, draft, make_decode
         self._build(model)
         cuda = self.model.device.type == "cuda"
         self._async = cuda if settings.async_scheduling is None else settings.async_scheduling
@@ -121,20 +121,20 @@ class Scheduler:
     def _build(self, model: GPT) -> None:
         """Everything that depends on the model's configuration: weights, caches and the decode step."""
         settings = self._settings
-        self.model = freeze(model, int8=settings.int8)
+        self.model = inference_copy(model, int8=settings.int8)
         device = self.model.device
         cuda = device.type == "cuda"
-        compiled = settings.compile or ("sampler" if cuda else "none")
-        self._select: GumbelArgmax = gumbel_argmax if compiled == "none" else torch.compile(gumbel_argmax)
+        target = settings.compile or ("sampler" if cuda else "none")  # of torch.compile
+        self._select: GumbelArgmax = gumbel_argmax if target == "none" else torch.compile(gumbel_argmax)
         speculates = settings.speculate is not None
-        self._decoder = self._custom_decoder or _fastest_decoder(model.config, device, compiled, speculates)
+        self._make_decode = self._custom_decode or _fastest_decode(model.config, device, target, speculates)
         self.cache = Cache(model.config, settings.slots, device, self.model.dtype)
         self.context = model.config.context
         self.models = [(self.model, self.cache)]  # and the draft model, which prefills every prompt, too
         drafter = self._drafter()
         self._pool = SlotPool([cache for _, cache in self.models])
         self.stepper = Stepper(
-            self._decoder(self.model, self.cache),
+            self._make_decode(self.model, self.cache),
             self.cache,
             self.context,
             drafter,
@@ -175,7 +175,7 @@ class Scheduler:
             self._build(model)
         else:
             self.model.load(model)
-            self.stepper.set_decode(self._decoder(self.model, self.cache))
+            self.stepper.set_decode(self._make_decode(self.model, self.cache))
             self._pool.clear()
 
     @property
@@ -263,7 +263,7 @@ class Scheduler:
         slots = [sequence.assigned_slot.index for sequence in sequences]
         step = self.stepper.launch(slots, self._batch[1], longest)
         self.stats.steps += 1
-        return _ScheduledStep(step, [(sequence, sequence.epoch) for sequence in sequences])
+        return _ScheduledStep(step, [(sequence, sequence.launch_version) for sequence in sequences])
 
     def _process(self, scheduled: _ScheduledStep) -> None:
         result = scheduled.step.wait()
@@ -273,8 +273,8 @@ class Scheduler:
         if emit and self._events_per_s is not None:
             interval = len(scheduled.rows) / self._events_per_s
             self._next_event_time = now + max(interval, MIN_EVENT_INTERVAL_S)
-        for row, (sequence, epoch) in enumerate(scheduled.rows):
-            if sequence.epoch != epoch:
+        for row, (sequence, launch_version) in enumerate(scheduled.rows):
+            if sequence.launch_version != launch_version:
                 continue
             sequence.steps_in_flight -= 1
             tokens, length = result.tokens[row], len(sequence.tokens)
@@ -288,7 +288,7 @@ class Scheduler:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)
             elif call is not None:
-                sequence.epoch, sequence.steps_in_flight = sequence.epoch + 1, 0
+                sequence.launch_version, sequence.steps_in_flight = sequence.launch_version + 1, 0
                 self._calling_tools.append(sequence)
                 self._on_tool_call(sequence, call)
         if any_left:
@@ -299,7 +299,7 @@ class Scheduler:
             self.stats.trace.append((time.perf_counter(), len(scheduled.rows), total))
 
     def _end(self, sequence: SequenceState, finish: Finish) -> None:
-        sequence.epoch += 1
+        sequence.launch_version += 1
         if sequence.slot is not None:
             self._pool.release(sequence.slot)
         siblings, sequence.siblings = sequence.siblings, []
@@ -322,24 +322,26 @@ class Scheduler:
                 f"The draft model has {config.vocab_size} tokens and the model {vocab_size}: they must share a "
                 "tokenizer."
             )
-        draft = freeze(self._draft, self.model.dtype, settings.int8)
+        draft = inference_copy(self._draft, self.model.dtype, settings.int8)
         cache = Cache(config, settings.slots, self.model.device, self.model.dtype)
         self.models.append((draft, cache))
         self.context = min(self.context, config.context)
-        decode = self._decoder(draft, cache)
+        decode = self._make_decode(draft, cache)
         return DraftModel(decode, cache, settings.draft_tokens, self.context, self._select)
 
 
-def _fastest_decoder(config: ModelConfig, device: torch.device, compiled: str, speculates: bool) -> Decoder:
+def _fastest_decode(
+    config: ModelConfig, device: torch.device, target: str, speculates: bool
+) -> DecodeFactory:
     """Our kernels on a GPU, if they support the model; they cannot verify drafts, several rows of one sequence."""
-    if kernels_run_on(device) and not speculates and compiled != "decode":
-        from nanorun.infer.kernels.step import fast_decode, unsupported
+    if kernels_run_on(device) and not speculates and target != "decode":
+        from nanorun.infer.kernels.decode import make_fast_decode, unsupported
 
         fields = unsupported(config)
         if not fields:
-            return fast_decode
+            return make_fast_decode
         say(f"The fast decode step does not support {', '.join(fields)}: decoding with the plain model.")
-    return compiled_decode if compiled == "decode" else plain_decode
+    return make_compiled_decode if target == "decode" else make_plain_decode
 
 
 def _greedy_kernel(device: torch.device) -> GreedySample | None:

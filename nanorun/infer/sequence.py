@@ -100,8 +100,8 @@ class SequenceState:
         self.siblings: list[SequenceState] = []  # samples of the same prompt that wait for its prefill
         self.reused_tokens = 0
         self.finish: Finish | None = None
-        # Steps are launched ahead. Those launched before a tool call or the end belong to an older epoch.
-        self.epoch, self.steps_in_flight = 0, 0
+        # Steps are launched ahead. Those launched before a tool call or the end have an older version.
+        self.launch_version, self.steps_in_flight = 0, 0
         self._listener, self._streams = emit, emit is not None and request.stream
         max_tokens = request.max_tokens or context
         self._context, self._remaining = context, min(max_tokens, context - self.prompt_length)

@@ -5,7 +5,7 @@ may be fewer than keys, as in generation: they are then the last positions.
 
     plain   the definition, with the whole matrix of scores: slow, exact in any dtype, the reference in tests
     sdpa    torch's fused kernels; a window or documents become an explicit mask
-    cudnn   the same, restricted to cuDNN's kernel: the fastest here for a full window on Hopper
+    cudnn   the same, restricted to cuDNN's kernel: the fastest for a full window on Hopper without flash-attn-4
     flex    FlexAttention, compiled: skips what a window or documents mask away; CUDA only
     flash   FlashAttention-4, where the package flash-attn-4 is installed and its kernels launch (Hopper and later)
 

@@ -46,11 +46,11 @@ from nanorun.model.attention import BatchAttention
 from nanorun.model.loss import chunked_loss
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of each token's position, (..., 1, head_dim / 2)
-Gate = Callable[[Tensor], Tensor]  # embeddings (..., D) -> (..., 1)
-# embeddings, gate -> gate · the embedding of each token's previous token, or 0 where there is none
-Previous = Callable[[Tensor, Gate], Tensor]
+# embeddings (..., D) -> what smear adds: gate · the embedding of the token before, or 0 where there is none
+Smear = Callable[[Tensor], Tensor]
 # layer, q (..., H, D), k and v (..., K, D) -> (..., H, D)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]  # `Attend` of one layer
 
 
 def norm(x: Tensor) -> Tensor:
@@ -88,26 +88,24 @@ class Attention(nn.Module):
         )
         self.head_gate = Linear(HEAD_GATE_CHANNELS, config.heads) if config.head_gate else None
 
-    def forward(
-        self, x: Tensor, rope: Rope, values: Tensor | None, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """`values` are the rows of this layer's value embedding, (..., K·D)."""
+    def forward(self, x: Tensor, rope: Rope, value_rows: Tensor | None, attend: LayerAttend) -> Tensor:
+        """`value_rows` are the tokens' rows of this layer's value embedding, (..., K·D)."""
         config = self.config
         qkv, gate = self.project(x)
         heads = qkv.unflatten(-1, (-1, config.head_dim))  # (..., H + 2K, D)
         qk_heads = config.heads + config.kv_heads
         qk = norm(rotate(heads[..., :qk_heads, :], rope)) * config.qk_gain
         q, k, v = qk[..., : config.heads, :], qk[..., config.heads :, :], heads[..., qk_heads:, :]
-        if values is not None and gate is not None:
-            v = v + (3 * torch.sigmoid(gate)).unsqueeze(-1) * values.to(v.dtype).view(v.shape)
+        if value_rows is not None and gate is not None:
+            v = v + (3 * torch.sigmoid(gate)).unsqueeze(-1) * value_rows.to(v.dtype).view(v.shape)
         y = attend(q, k, v)
         if self.head_gate is not None:  # begins as the identity: its weights are initialized to zero
             y = y * (2 * torch.sigmoid(self.head_gate(x[..., :HEAD_GATE_CHANNELS]))).unsqueeze(-1)
         return cast(Tensor, self.out(y.flatten(-2)))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values, by one matmul instead of three; and the value gate before its sigmoid. A frozen
-        model has its own (infer/frozen.py)."""
+        """Queries, keys and values, by one matmul instead of three; and the value gate before its sigmoid. The copy for
+        inference has its own (infer/model.py)."""
         qkv = F.linear(x, torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype))
         return qkv, None if self.value_gate is None else self.value_gate(x[..., :VALUE_GATE_CHANNELS])
 
@@ -128,10 +126,8 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, rope: Rope, values: Tensor | None, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        x = x + self.attention(norm(x), rope, values, attend)
+    def forward(self, x: Tensor, rope: Rope, value_rows: Tensor | None, attend: LayerAttend) -> Tensor:
+        x = x + self.attention(norm(x), rope, value_rows, attend)
         return cast(Tensor, x + self.mlp(norm(x)))
 
 
@@ -173,18 +169,18 @@ class GPT(nn.Module):
         self.register_buffer("cos", half, persistent=False)
         self.register_buffer("sin", half.clone(), persistent=False)
 
-    def trunk(self, tokens: Tensor, rope: Rope, previous: Previous, attend: Attend) -> Tensor:
+    def trunk(self, tokens: Tensor, rope: Rope, smear: Smear, attend: Attend) -> Tensor:
         """The normalized residual stream after the last block, (..., D)."""
         config = self.config
         x = self.embedded(tokens)
         if config.smear:
-            x = x + previous(x, self.smear_share)
+            x = x + smear(x)
         x0, middle = x, x
         for i, block in enumerate(self.blocks):
             if config.residual_scalars:
                 x = self.lambdas[i].to(x.dtype) * x + self.mus[i].to(x.dtype) * x0
-            values = self.value_embeds[str(i)](tokens) if config.has_value_embedding(i) else None
-            x = block(x, rope, values, functools.partial(attend, i))
+            value_rows = self.value_embeds[str(i)](tokens) if config.has_value_embedding(i) else None
+            x = block(x, rope, value_rows, functools.partial(attend, i))
             if i == config.depth // 2:
                 middle = x
         if config.backout:
@@ -194,16 +190,24 @@ class GPT(nn.Module):
     def embedded(self, tokens: Tensor) -> Tensor:
         return norm(self.embed(tokens).to(self.dtype))
 
-    def smear_share(self, x: Tensor) -> Tensor:
-        """How much of the previous token's embedding is added to each embedding."""
+    def smear_gate_value(self, x: Tensor) -> Tensor:
+        """(..., 1): how much of the previous token's embedding is added to each embedding (..., D)."""
         return torch.sigmoid(self.smear_gate(x[..., :SMEAR_GATE_CHANNELS])) * self.smear_scale.to(x.dtype)
 
     def hidden(self, tokens: Tensor, docs: Tensor | None = None) -> Tensor:
         """The trunk over a batch of rows, (B, T) to (B, T, D). `docs` numbers the document of each token."""
         attend = functools.partial(self.batch_attention, docs=docs)
         return self.trunk(
-            tokens, self.rope(tokens, docs), functools.partial(previous_in_rows, docs=docs), attend
+            tokens, self.rope(tokens, docs), functools.partial(self.smear_in_rows, docs=docs), attend
         )
+
+    def smear_in_rows(self, x: Tensor, docs: Tensor | None = None) -> Tensor:
+        """`Smear` of rows (B, T, D): gate(x[:, t])·x[:, t - 1] at t, and 0 for the first token of a row or document.
+        (Zeros are padded, since of two slices joined the compiler makes a kernel that reads everything three times.)"""
+        gate = self.smear_gate_value(x[:, 1:])
+        if docs is not None:
+            gate = gate * (docs[:, 1:] == docs[:, :-1]).unsqueeze(-1)
+        return F.pad(gate * x[:, :-1], (0, 0, 1, 0))
 
     def forward(
         self, tokens: Tensor, targets: Tensor, docs: Tensor | None = None, per_token: bool = False
@@ -275,15 +279,6 @@ class GPT(nn.Module):
 
     def layers(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
-
-
-def previous_in_rows(x: Tensor, gate: Gate, docs: Tensor | None = None) -> Tensor:
-    """`Previous` in a batch of rows (B, T, D): the first token of a row, or of a document, has none. (Zeros are padded,
-    since of two slices joined the compiler makes a kernel that reads everything three times.)"""
-    share = gate(x[:, 1:])
-    if docs is not None:
-        share = share * (docs[:, 1:] == docs[:, :-1]).unsqueeze(-1)
-    return F.pad(share * x[:, :-1], (0, 0, 1, 0))
 
 
 def positions_in_documents(docs: Tensor) -> Tensor:

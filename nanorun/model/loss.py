@@ -161,7 +161,8 @@ def chunked_loss(
 def attach_gradients(
     loss: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dweight: Tensor | None
 ) -> Tensor:
-    """`loss` as a function of x and weight whose gradients, for an incoming gradient of 1, are dx and dweight."""
+    """`loss`, unchanged, as a function of x and weight: the backward pass returns g·dx and g·dweight for an incoming
+    gradient g."""
     result: Tensor = _AttachGradients.apply(loss, x, weight, dx, dweight)  # type: ignore[no-untyped-call]
     return result
 

@@ -8,12 +8,12 @@ import torch
 from nanorun.config import scale_model
 from nanorun.infer.cache import Cache
 from nanorun.infer.forward import decode
-from nanorun.infer.frozen import Matrix, freeze, quantize
 from nanorun.infer.kernels import attention, linear
 from nanorun.infer.kernels.attention import Heads, KVSplit
+from nanorun.infer.kernels.decode import FastDecode, tune
 from nanorun.infer.kernels.linear import Tile
-from nanorun.infer.kernels.step import FastDecode, tune
 from nanorun.infer.kernels.weights import DecodeWeights
+from nanorun.infer.model import Matrix, inference_copy, quantize
 from nanorun.model.gpt import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -178,7 +178,10 @@ def copied(cache, dtype=torch.bfloat16):
 @torch.no_grad()
 def test_steps_of_every_size_agree_with_the_plain_step_in_float64(int8):
     model = awake_model(12)
-    exact, weights = freeze(model, torch.float64, int8), DecodeWeights.of(freeze(model, int8=int8))
+    exact, weights = (
+        inference_copy(model, torch.float64, int8),
+        DecodeWeights.of(inference_copy(model, int8=int8)),
+    )
     config = model.config
     for batch in (1, 3, 8, 17, 65, 128):
         cache = filled_cache(config, batch + 2)
@@ -210,7 +213,7 @@ def test_steps_of_every_size_agree_with_the_plain_step_in_float64(int8):
 @torch.no_grad()
 def test_a_replayed_graph_gives_the_same_bits_as_separate_kernels(batch):
     """Kernels that start before their predecessors end must not see half-written data: forty steps, twice."""
-    weights = DecodeWeights.of(freeze(awake_model(12)))
+    weights = DecodeWeights.of(inference_copy(awake_model(12)))
     config = weights.config
     started = filled_cache(config, batch)
     slots = torch.arange(batch, device="cuda", dtype=torch.int32)

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from nanorun.config import OptimConfig, scale_model
 from nanorun.model.attention import choose_backends
 from nanorun.model.compiling import compiled
+from nanorun.model.fast.half_blocks import Fp8Weight
 from nanorun.model.fast.path import FastPath
 from nanorun.model.fast.recipe import Recipe, resolve
 from nanorun.model.gpt import build
@@ -40,7 +41,7 @@ def draw(*shape, seed=0, size=1.0, dtype=torch.float32):
 
 
 def fp8_weight(*weights):
-    weight8 = fp8.Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).cuda()
+    weight8 = Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).cuda()
     weight8.requantize(*weights)
     return weight8
 

@@ -9,6 +9,7 @@ from near import norm_mlp
 from near import relative_error as relative
 
 from nanorun.config import NORM_EPSILON
+from nanorun.model.fast.half_blocks import Fp8Weight
 from nanorun.model.kernels import fp8, gemm, relu2, residual_norm
 
 CUDA = torch.device("cuda")
@@ -27,7 +28,7 @@ def quantized(n, d, f):
     generator = torch.Generator(CUDA).manual_seed(n + d)
     x = torch.randn(n, d, device=CUDA, generator=generator).bfloat16()
     weight = 0.03 * torch.randn(f, d, device=CUDA, generator=generator)
-    weight8 = fp8.Fp8Weight(f, d).to(CUDA)
+    weight8 = Fp8Weight(f, d).to(CUDA)
     weight8.requantize(weight)
     return *residual_norm.norm_quantize(x), weight8
 
@@ -36,7 +37,7 @@ def gradient(n, d, f):
     """A gradient of (N, D) in e5m2, its scale, and a weight of (D, F)."""
     generator = torch.Generator(CUDA).manual_seed(7)
     dy = 1e-4 * torch.randn(n, d, device=CUDA, generator=generator).bfloat16()
-    down = fp8.Fp8Weight(d, f).to(CUDA)
+    down = Fp8Weight(d, f).to(CUDA)
     down.requantize(0.02 * torch.randn(d, f, device=CUDA, generator=generator))
     g, _, scale = fp8.quantize(dy, fp8.E5M2, amax=fp8.amax_and_row_norm(dy))
     return g, scale, down
@@ -87,12 +88,12 @@ def test_the_residual_epilogue_agrees_with_float64(shape, has_x0):
 
 
 @pytest.mark.parametrize("tokens", [256, 1001, 32_768])
-def test_linear_residual_adds_to_the_residual_and_has_the_gradients_of_a_linear_layer(tokens):
+def test_gemm_bf16_residual_adds_to_the_residual_and_has_the_gradients_of_a_linear_layer(tokens):
     generator = torch.Generator(CUDA).manual_seed(6)
     x, residual, dy = torch.randn(3, tokens, 768, device=CUDA, generator=generator).bfloat16()
     weight = 0.03 * torch.randn(768, 768, device=CUDA, generator=generator)
     inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_(), residual.clone().requires_grad_()]
-    ours = torch.compile(gemm.linear_residual, dynamic=False, fullgraph=True)(*inputs)
+    ours = torch.compile(gemm.gemm_bf16_residual, dynamic=False, fullgraph=True)(*inputs)
     ours.backward(dy)
     exact = [x.double().requires_grad_(), weight.bfloat16().double().requires_grad_()]
     truth = exact[0] @ exact[1].T
@@ -122,7 +123,7 @@ def test_the_mlp_with_relu2_in_the_epilogue_has_the_gradients_of_one_without(tok
 
     def outputs_and_gradients(fused, pingpong):
         inputs = [each.clone().requires_grad_() for each in (x, *weights)]
-        weight8 = [fp8.Fp8Weight(*weight.shape, pingpong=pingpong).to(CUDA) for weight in weights]
+        weight8 = [Fp8Weight(*weight.shape, pingpong=pingpong).to(CUDA) for weight in weights]
         for copy, weight in zip(weight8, weights, strict=True):
             copy.requantize(weight)
         compiled: Any = torch.compile(norm_mlp, dynamic=False, fullgraph=True)

@@ -27,10 +27,10 @@ from triton.runtime.jit import JITFunction
 
 from nanorun.config import scale_model
 from nanorun.infer.cache import Cache
-from nanorun.infer.frozen import Matrix
+from nanorun.infer.kernels.decode import FastDecode, tune
 from nanorun.infer.kernels.elementwise import greedy_sample
-from nanorun.infer.kernels.step import FastDecode, tune
 from nanorun.infer.kernels.weights import DecodeWeights
+from nanorun.infer.model import Matrix
 
 META = torch.device("meta")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -25,7 +25,7 @@ def test_every_batch_size_gives_one_row(speculate):
 
 def test_bytes_of_a_step_are_the_matrices_and_the_visible_keys(monkeypatch):
     from nanorun.config import scale_model
-    from nanorun.infer.frozen import freeze
+    from nanorun.infer.model import inference_copy
     from nanorun.model.gpt import build
 
     machine = replace(hardware.GPUS["h200"], bandwidth_tb_s=1e-6)  # a megabyte a second
@@ -33,7 +33,7 @@ def test_bytes_of_a_step_are_the_matrices_and_the_visible_keys(monkeypatch):
     import torch
 
     config = scale_model(4, 1000, 2048, dim=128, heads=4, kv_heads=2)
-    weights = freeze(build(config, torch.device("cpu"), torch.float32))
+    weights = inference_copy(build(config, torch.device("cpu"), torch.float32))
     workload = infer.InferenceWorkload(prompt_tokens=1024, new_tokens=1)
     layer = 128 * 128 * 2 + 2 * 128 * 64 + 8 * 128 * 128
     gates = 16 * 128  # two layers have value gates: two rows, padded to sixteen

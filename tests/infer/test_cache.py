@@ -7,14 +7,14 @@ from small_models import CPU, VOCAB, grown
 from nanorun.config import scale_model
 from nanorun.infer.cache import Cache, SlotPool, common_prefix
 from nanorun.infer.forward import decode, prefill
-from nanorun.infer.frozen import freeze
+from nanorun.infer.model import inference_copy
 
 CONFIG = scale_model(3, VOCAB, 80, dim=32, heads=2, kv_heads=2, windows="SL", short_window=10)
 TOKENS = torch.randint(0, VOCAB, (80,), generator=torch.Generator().manual_seed(0))
 
 
 def written(high, slack=6, slot=0):
-    weights, cache = freeze(grown(CONFIG)), Cache(CONFIG, 4, CPU, torch.float32, slack)
+    weights, cache = inference_copy(grown(CONFIG)), Cache(CONFIG, 4, CPU, torch.float32, slack)
     prefill(weights, cache, [slot], [TOKENS[:high].tolist()], [0])
     return weights, cache
 

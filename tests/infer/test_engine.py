@@ -13,7 +13,7 @@ from nanorun.config import scale_model
 from nanorun.infer import forward, plain
 from nanorun.infer.cache import Cache, Slot
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
-from nanorun.infer.frozen import freeze
+from nanorun.infer.model import inference_copy
 from nanorun.infer.sampling import SamplingFeatures
 from nanorun.infer.sequence import SequenceState
 from nanorun.infer.step import CapturedGraph, Stepper
@@ -238,8 +238,8 @@ def test_padding_rows_do_not_affect_the_others():
     model = grown(shape("all"))
     expected = plain.generate(model, [[3, 1, 4]], 20, temperature=0)[0]
     cache = Cache(model.config, 2, CPU, torch.float32)
-    stepper = Stepper(forward.plain_decode(freeze(model), cache), cache, model.config.context)
-    forward.prefill(freeze(model), cache, [1], [[3, 1]], [0])
+    stepper = Stepper(forward.make_plain_decode(inference_copy(model), cache), cache, model.config.context)
+    forward.prefill(inference_copy(model), cache, [1], [[3, 1]], [0])
     sequence = SequenceState(Request([3, 1, 4], GREEDY), 0, 0, model.config.context, None, None)
     sequence.slot = Slot(1, cached_tokens=2)
     stepper.write_rows([sequence])

@@ -9,7 +9,7 @@ from small_models import CPU, SHAPES, VOCAB, grown, shape
 from nanorun.config import scale_model
 from nanorun.infer.cache import SLACK, Cache
 from nanorun.infer.forward import decode, prefill
-from nanorun.infer.frozen import freeze, quantize
+from nanorun.infer.model import inference_copy, quantize
 
 
 def close(got, expected):
@@ -22,7 +22,7 @@ def setting(name, slots=3, slack=SLACK, seed=0):
     tokens = torch.randint(0, VOCAB, (config.context,), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         expected = model.logits(tokens[None])[0]
-    return freeze(model), Cache(config, slots, CPU, torch.float32, slack), tokens, expected
+    return inference_copy(model), Cache(config, slots, CPU, torch.float32, slack), tokens, expected
 
 
 def decode_from(weights, cache, slot, tokens, expected, start, stop=None):
@@ -78,7 +78,7 @@ def test_sequences_of_different_lengths_share_a_batch(name):
 
 def test_rings_wrap_around_many_times():
     config = scale_model(3, VOCAB, 700, dim=32, heads=2, kv_heads=2, windows="S", short_window=5)
-    weights, cache = freeze(grown(config)), Cache(config, 1, CPU, torch.float32, slack=3)
+    weights, cache = inference_copy(grown(config)), Cache(config, 1, CPU, torch.float32, slack=3)
     assert cache.lengths == [8, 8, 700]
     tokens = torch.randint(0, VOCAB, (700,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -99,13 +99,15 @@ def test_an_upper_bound_on_lengths_changes_nothing():
 def test_a_frozen_model_is_a_copy_that_loads_weights_in_place():
     config = shape("all")
     model, other = grown(config, 0), grown(config, 5)
-    weights = freeze(model)
+    weights = inference_copy(model)
     places = [tensor.data_ptr() for tensor in weights.tensors()]
     model.load_state_dict(other.state_dict())
-    assert any(not torch.equal(a, b) for a, b in zip(weights.tensors(), freeze(other).tensors(), strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(weights.tensors(), inference_copy(other).tensors(), strict=True)
+    )
     weights.load(model)
     assert [tensor.data_ptr() for tensor in weights.tensors()] == places
-    for mine, its in zip(weights.tensors(), freeze(other).tensors(), strict=True):
+    for mine, its in zip(weights.tensors(), inference_copy(other).tensors(), strict=True):
         assert torch.equal(mine, its)
 
 
@@ -119,7 +121,7 @@ def test_int8_is_off_by_at_most_half_a_step_and_a_quarter_of_the_bytes():
     assert matrix.scale is not None
     assert ((matrix.weight * matrix.scale[:, None] - weight).abs() <= 0.5001 * matrix.scale[:, None]).all()
     model = grown(shape("all"))
-    full, narrow = freeze(model), freeze(model, int8=True)
+    full, narrow = inference_copy(model), inference_copy(model, int8=True)
     assert narrow.bytes_per_step < 0.3 * full.bytes_per_step
 
 
@@ -129,7 +131,7 @@ def test_int8_has_nearly_the_same_loss(parrot, tokenizer):
     ids = torch.tensor([tokenizer.bos, *tokenizer.encode(TEXT * 3)])
     bits = []
     for int8 in (False, True):
-        weights = freeze(parrot, int8=int8)
+        weights = inference_copy(parrot, int8=int8)
         cache = Cache(parrot.config, 1, CPU, torch.float32)
         logits = decode(weights, cache, torch.zeros_like(ids), ids, torch.arange(len(ids)))
         loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])

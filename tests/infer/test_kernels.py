@@ -17,12 +17,12 @@ from nanorun.config import ModelConfig
 from nanorun.infer.cache import Cache
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.infer.forward import decode, prefill
-from nanorun.infer.frozen import Matrix, freeze, quantize
 from nanorun.infer.kernels import attention, elementwise, linear
 from nanorun.infer.kernels.attention import Heads, KVSplit
+from nanorun.infer.kernels.decode import FastDecode, make_fast_decode, tune, unsupported
 from nanorun.infer.kernels.linear import Tile
-from nanorun.infer.kernels.step import FastDecode, fast_decode, tune, unsupported
 from nanorun.infer.kernels.weights import DecodeWeights
+from nanorun.infer.model import Matrix, inference_copy, quantize
 from nanorun.model.gpt import build
 from nanorun.model.kernels.language import HAS_TRITON, triton
 
@@ -338,7 +338,7 @@ SHAPES = {
 def test_a_step_of_ragged_rows_is_the_model(shape, batch, matmul):
     """Rows of different lengths, some past the short window's ring; two steps, the second on the cache of the first."""
     model = awake_model(**SHAPES[shape])
-    config, frozen = model.config, freeze(model)
+    config, frozen = model.config, inference_copy(model)
     tokens = torch.randint(0, 90, (batch, 40), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     lengths = [(37 - 7 * row) % 38 for row in range(batch)]
     truth = model.logits(tokens)
@@ -364,7 +364,7 @@ def test_a_step_of_ragged_rows_is_the_model(shape, batch, matmul):
 @needs_triton
 @torch.no_grad()
 def test_a_step_with_int8_weights_is_the_plain_step_with_them():
-    frozen = freeze(awake_model(depth=2), int8=True)
+    frozen = inference_copy(awake_model(depth=2), int8=True)
     weights = DecodeWeights.of(frozen)
     caches = [Cache(frozen.config, 1, DEVICE, torch.float32, slack=0) for _ in range(2)]
     slots, tokens, positions = (torch.tensor([x], device=DEVICE) for x in (0, 5, 0))
@@ -423,8 +423,8 @@ def test_the_engine_generates_the_same_with_the_fast_step(int8):
         for p, t in zip(prompts, (0, 0.8), strict=True)
     ]
     said = []
-    for decoder in (None, fast_decode):
-        with Engine(model, settings=Settings(slots=4, int8=int8), decoder=decoder) as engine:
+    for make_decode in (None, make_fast_decode):
+        with Engine(model, settings=Settings(slots=4, int8=int8), make_decode=make_decode) as engine:
             said.append([reply.ids for reply in engine.generate(asked)])
             engine.load_weights(model)
             assert [reply.ids for reply in engine.generate(asked[:1])] == said[-1][:1]

@@ -181,7 +181,7 @@ def test_a_failing_engine_raises_its_error_in_every_waiting_request(parrot, toke
 
         return decode
 
-    with Engine(parrot, tokenizer, Settings(slots=1), decoder=out_of_memory) as engine:
+    with Engine(parrot, tokenizer, Settings(slots=1), make_decode=out_of_memory) as engine:
         handles = [engine.submit(ask(tokenizer)), engine.submit(ask(tokenizer, samples=2))]
         assert decoding.wait(10)  # else warming might come first
         warming = ThreadPoolExecutor(1).submit(engine.warm_up)

@@ -10,6 +10,7 @@ from near import assert_adds_value_embeddings, fp8_loss, norm_mlp, norm_qkv_rope
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanorun.config import scale_model
+from nanorun.model.fast.half_blocks import Fp8Weight
 from nanorun.model.fast.path import FastPath, unsupported
 from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe, consistent
 from nanorun.model.gpt import GPT
@@ -29,7 +30,7 @@ def draw(*shape, seed=0, dtype=torch.float32, size=1.0):
 
 
 def fp8_weight(*weights):
-    weight8 = fp8.Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).to(DEVICE)
+    weight8 = Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).to(DEVICE)
     weight8.requantize(*weights)
     return weight8
 

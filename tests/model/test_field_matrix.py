@@ -14,8 +14,8 @@ from near import relative_error
 from nanorun.config import ModelConfig, scale_model
 from nanorun.infer.cache import Cache
 from nanorun.infer.forward import decode, prefill
-from nanorun.infer.frozen import freeze
-from nanorun.infer.kernels import step
+from nanorun.infer.kernels import decode as fast_decode
+from nanorun.infer.model import inference_copy
 from nanorun.model.fast import path
 from nanorun.model.fast.recipe import Recipe, consistent
 from nanorun.model.gpt import GPT
@@ -149,11 +149,11 @@ def expected_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("field", "change"), CASES, ids=str)
 def test_prefill_and_decode_have_the_logits_of_the_plain_model_or_reject_the_field(field, change, fast):
     config = changed(change)
-    if fast and (rejected := step.unsupported(config)):
+    if fast and (rejected := fast_decode.unsupported(config)):
         assert {name.split("=")[0] for name in rejected} <= {field, "heads"}
         return
     model = grown(config)
-    frozen, cache = freeze(model), Cache(config, 2, CPU, torch.float32)
+    frozen, cache = inference_copy(model), Cache(config, 2, CPU, torch.float32)
     tokens = torch.randint(
         0, config.vocab_size, (config.context,), generator=torch.Generator().manual_seed(2)
     )
@@ -161,7 +161,7 @@ def test_prefill_and_decode_have_the_logits_of_the_plain_model_or_reject_the_fie
     split = config.context - 2
     prefill(frozen, cache, [1], [tokens[:11].tolist()], [0])
     prefill(frozen, cache, [1], [tokens[11:split].tolist()], [11])
-    run = step.fast_decode(frozen, cache) if fast else None
+    run = fast_decode.make_fast_decode(frozen, cache) if fast else None
     for at in range(split, config.context):
         inputs = torch.tensor([1]), tokens[at : at + 1], torch.tensor([at])
         logits = run(*inputs, None) if run is not None else decode(frozen, cache, *inputs)

@@ -10,6 +10,7 @@ from nanorun.config import NORM_EPSILON
 from nanorun.model.loss import IGNORE
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from nanorun.model.fast.half_blocks import Fp8Weight
 from nanorun.model.kernels import fp8, relu2, residual_norm, rope_norm
 from nanorun.model.kernels.fp8 import reference as fp8_reference
 from nanorun.model.kernels.fp8.reference import dequantize
@@ -29,7 +30,7 @@ def draw(*shape, seed=0, dtype=torch.float32, size=1.0):
 
 
 def fp8_weight(*weights):
-    weight8 = fp8.Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).to(DEVICE)
+    weight8 = Fp8Weight(sum(w.shape[0] for w in weights), weights[0].shape[1]).to(DEVICE)
     weight8.requantize(*weights)
     return weight8
 

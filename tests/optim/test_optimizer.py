@@ -12,9 +12,8 @@ from nanorun.config import OptimConfig
 from nanorun.optim import groups
 from nanorun.optim.adamw import EPSILON
 from nanorun.optim.groups import ParameterGroup, group_parameters
-from nanorun.optim.muon import MuonUnit, muon_update
+from nanorun.optim.muon import MuonUnit, muon_update, orthogonalize
 from nanorun.optim.optimizer import Optimizer
-from nanorun.optim.orthogonal import orthogonalize
 from nanorun.optim.schedules import ScheduledHyperparameters, scheduled_hyperparameters
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanorun.optim.orthogonal import MARGINS, POLYNOMIALS, orthogonalize
+from nanorun.optim.muon import MARGINS, POLYNOMIALS, orthogonalize
 
 # method: the smallest singular value (of a norm of 1) lifted into the band, the band
 METHODS = {"polar_express": (0.0012, (0.858, 1.142)), "newton_schulz": (0.002, (0.68, 1.21))}

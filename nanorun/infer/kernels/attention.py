@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.language import dot_dtype, grid_dependency_wait, launch_dependents
 from nanorun.infer.kernels.linear import EPS, Tile, store_residual
+from nanorun.infer.model import Matrix
 from nanorun.model.gpt import norm, rotate
 from nanorun.model.kernels.language import tl, triton
 

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
-from nanorun.infer.frozen import Matrix
 from nanorun.infer.kernels.language import dot_dtype, grid_dependency_wait, launch_dependents
+from nanorun.infer.model import Matrix
 from nanorun.model.kernels.language import tl, triton
 
 EPS = NORM_EPSILON

@@ -1,6 +1,6 @@
-"""The inputs of the fast decode step: a frozen model's weights as the kernels read them, and the workspace.
+"""The inputs of the fast decode step: the weights of an `InferenceGPT` as the kernels read them, and the workspace.
 
-Matrices and tables are those of the frozen model. Scalars become Python numbers, since a step is captured for fixed
+Matrices and tables are those of the model. Scalars become Python numbers, since a step is captured for fixed
 weights.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nanorun.config import ModelConfig
-from nanorun.infer.frozen import FrozenAttention, FrozenGPT, FrozenLinear, Matrix
 from nanorun.infer.kernels.attention import Heads, KVSplit
+from nanorun.infer.model import InferenceAttention, InferenceGPT, InferenceLinear, Matrix
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class DecodeWeights:
 
     @staticmethod
     @torch.no_grad()
-    def of(model: FrozenGPT) -> "DecodeWeights":
+    def of(model: InferenceGPT) -> "DecodeWeights":
         config, layers = model.config, model.layers()
         scalars = config.residual_scalars
         return DecodeWeights(
             config=config,
             dtype=model.dtype,
             embed=model.embed.weight,
-            smear=model.smear,
+            smear=model.smear_gates,
             value_embeds={
                 int(i): cast(nn.Embedding, table).weight for i, table in model.value_embeds.items()
             },
-            qkv=tuple(_matrix(cast(FrozenAttention, layer.attention).joined) for layer in layers),
+            qkv=tuple(_matrix(cast(InferenceAttention, layer.attention).joined) for layer in layers),
             out=tuple(_matrix(layer.attention.out) for layer in layers),
             up=tuple(_matrix(layer.mlp.up) for layer in layers),
             down=tuple(_matrix(layer.mlp.down) for layer in layers),
@@ -73,7 +73,7 @@ class DecodeWeights:
 
 
 def _matrix(module: nn.Module) -> Matrix:
-    return cast(FrozenLinear, module).matrix
+    return cast(InferenceLinear, module).matrix
 
 
 class Workspace:

@@ -62,7 +62,8 @@ def fp8_loss_and_gradients(
             if exact is not None:
                 logits = x_chunk[rows] @ exact.T
             else:
-                logits = gemm.gemm_fp8(q[rows], head8, x_scale, head8_scale, x.dtype, pingpong)
+                logits = gemm.gemm_fp8(q[rows], head8, x_scale, head8_scale, x.dtype, pingpong)  # x·headᵀ
+            # the losses, and dz·dz_scale = the gradient of the logits, into these rows of dz and columns of dz_t
             dz_scale = softcap_loss.softcap_loss_fp8(
                 logits, target_chunk[rows], softcap, vocab_size, loss_chunk[rows], dz, dz_t, first
             )

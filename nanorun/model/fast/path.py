@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanorun.config import VALUE_GATE_CHANNELS, ModelConfig
-from nanorun.model.fast.half_blocks import NextMix, ResidualStream, norm_mlp, norm_qkv_rope
+from nanorun.model.fast.half_blocks import Fp8Weight, NextMix, ResidualStream, norm_mlp, norm_qkv_rope
 from nanorun.model.fast.loss import can_fuse, fp8_loss_and_gradients, fused_chunk_loss
 from nanorun.model.fast.recipe import Recipe
-from nanorun.model.gpt import GPT, norm, previous_in_rows
+from nanorun.model.gpt import GPT, norm
 from nanorun.model.kernels import embedding_grad, fp8, gemm, rope_norm
 from nanorun.model.kernels.embedding_grad.reference import add_gated_rows
 from nanorun.model.kernels.rope_norm.reference import rope_norm as rope_norm_reference
@@ -56,17 +56,15 @@ class FastPath(nn.Module):
         config, kv_dim = model.config, model.config.kv_heads * model.config.head_dim
         hidden, pingpong = config.mlp_ratio * config.dim, recipe.pingpong
 
-        def per_layer(outputs: int, inputs: int, norms: bool = True) -> nn.ModuleList:
-            weights8 = (
-                fp8.Fp8Weight(outputs, inputs, norms=norms, pingpong=pingpong) for _ in range(config.depth)
-            )
-            return nn.ModuleList(weights8)
+        def per_layer(outputs: int, inputs: int, with_max_norms: bool = True) -> nn.ModuleList:
+            sizes = (outputs, inputs, with_max_norms, pingpong)
+            return nn.ModuleList(Fp8Weight(*sizes) for _ in range(config.depth))
 
-        self.qkv8 = per_layer(config.dim + 2 * kv_dim, config.dim, norms=False) if recipe.fp8_layers else None
+        self.qkv8 = per_layer(config.dim + 2 * kv_dim, config.dim, False) if recipe.fp8_layers else None
         self.up8 = per_layer(hidden, config.dim) if recipe.fp8_mlp else None
         self.down8 = per_layer(config.dim, hidden) if recipe.fp8_mlp else None
         self.head8 = (
-            fp8.Fp8Weight(config.padded_vocab, config.dim, norms=False, pingpong=pingpong)
+            Fp8Weight(config.padded_vocab, config.dim, with_max_norms=False, pingpong=pingpong)
             if recipe.fp8_head
             else None
         )
@@ -80,14 +78,14 @@ class FastPath(nn.Module):
         model, config, recipe = self.model, self.model.config, self.recipe
         cos, sin = (table.squeeze(-2) for table in model.rope(tokens, docs))
         if recipe.sparse_tables:
-            rows = embedding_grad.embedding_lookup(
-                model.embed.weight, self._grad("embed"), tokens, model.dtype
-            )
+            table, grad = model.embed.weight, self._grad("embed")
+            # table[tokens]; the backward pass adds the rows' gradients to `grad`
+            rows = embedding_grad.embedding_lookup(table, grad, tokens, model.dtype)
         else:
             rows = model.embed(tokens).to(model.dtype)
         x = norm(rows)
         if config.smear:
-            x = x + previous_in_rows(x, model.smear_share, docs)
+            x = x + model.smear_in_rows(x, docs)
         # (B·T, D) from here on, but in attention. Two views, since Dynamo rejects functions that get a tensor twice.
         x0, stream = x.flatten(0, 1), ResidualStream(x.flatten(0, 1))
         middle = x0
@@ -124,7 +122,7 @@ class FastPath(nn.Module):
             loss, dx, dhead = fp8_loss_and_gradients(
                 x, head, targets, *copies, softcap, vocab, recipe.fp8 != "all", head8.pingpong
             )
-        return attach_gradients(loss, x, head, dx, dhead)
+        return attach_gradients(loss, x, head, dx, dhead)  # loss, whose backward pass returns dx and dhead
 
     def block(
         self,
@@ -139,9 +137,9 @@ class FastPath(nn.Module):
         """Attention, then the MLP: each normalizes the stream, and returns it with what it adds."""
         model, config, recipe = self.model, self.model.config, self.recipe
         attention, mlp = model.layers()[i].attention, model.layers()[i].mlp
-        qkv_weights = [attention.q.weight, attention.k.weight, attention.v.weight]
+        weights = [attention.q.weight, attention.k.weight, attention.v.weight]
         heads = (config.heads, config.kv_heads, config.qk_gain)
-        gate, values = attention.value_gate, None
+        gate, value_embedding = attention.value_gate, None
 
         if self.qkv8 is None or not recipe.fused_add_norm:
             stream = ResidualStream(stream.materialize())
@@ -149,25 +147,24 @@ class FastPath(nn.Module):
         if self.qkv8 is not None:
             if gate is not None and recipe.sparse_tables:  # the kernel adds the value embedding
                 table = self._tables()[f"values{i}"].weight
-                values = (gate.weight, table, self._grad(f"values{i}"), tokens.flatten())
-            qkv8, channels = self._fp8(self.qkv8, i), VALUE_GATE_CHANNELS if gate is not None else 0
-            numbers = (channels, *heads, qkv8.pingpong)
-            s, *qkv, gate_input = norm_qkv_rope(
-                qkv8.tensors, cos, sin, *numbers, *(values or [None] * 4), *stream, *qkv_weights
+                value_embedding = (gate.weight, table, self._grad(f"values{i}"), tokens.flatten())
+            channels, qkv8 = VALUE_GATE_CHANNELS if gate is not None else 0, self._fp8(self.qkv8, i)
+            x, *qkv, gate_input = norm_qkv_rope(
+                stream, qkv8, weights, (cos, sin), heads, channels, value_embedding
             )
-            x = s if stream.is_deferred else x
             q, k, v = (each.view(*tokens.shape, -1, config.head_dim) for each in qkv)
         else:
             n = norm(x)
             gate_input = n[:, :VALUE_GATE_CHANNELS]
-            projected = F.linear(n, torch.cat(qkv_weights).to(n.dtype)).view(*tokens.shape, -1)
+            projected = F.linear(n, torch.cat(weights).to(n.dtype)).view(*tokens.shape, -1)
             rotate = rope_norm.rope_norm if recipe.fused_rope else rope_norm_reference
             q, k, v = rotate(projected, cos, sin, *heads)
-        if gate is not None and values is None:
+        if gate is not None and value_embedding is None:
             v = self._add_values(i, v, 3 * torch.sigmoid(gate(gate_input)).view(*tokens.shape, -1), tokens)
         attended = model.batch_attention(i, q, k, v, docs).flatten(-2).flatten(0, 1)
-        if recipe.fused_residual:  # the epilogue of the output projection adds x
-            stream = ResidualStream(x, gemm.linear_residual(attended, attention.out.weight, x), y_is_sum=True)
+        if recipe.fused_residual:  # y = x + attended·outᵀ, from the epilogue of the output projection
+            y = gemm.gemm_bf16_residual(attended, attention.out.weight, x)
+            stream = ResidualStream(x, y, y_holds_sum=True)
         else:
             stream = ResidualStream(x, attention.out(attended))
 
@@ -176,11 +173,12 @@ class FastPath(nn.Module):
         x = stream.x
         if self.up8 is None or self.down8 is None:
             return ResidualStream(x, mlp(norm(x)))
-        up8, down8 = self._fp8(self.up8, i), self._fp8(self.down8, i)
-        switches = (recipe.fused_relu2, up8.pingpong, next_mix is not None)
-        weights = (up8.tensors, down8.tensors, mlp.up.weight, mlp.down.weight)
-        s, y = norm_mlp(*switches, *(next_mix or NextMix()), *weights, *stream)
-        return ResidualStream(s if stream.is_deferred else x, y, y_is_sum=next_mix is not None)
+        up8, down8, weights = (
+            self._fp8(self.up8, i),
+            self._fp8(self.down8, i),
+            (mlp.up.weight, mlp.down.weight),
+        )
+        return norm_mlp(stream, up8, down8, *weights, fused_relu2=recipe.fused_relu2, next_mix=next_mix)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -214,8 +212,8 @@ class FastPath(nn.Module):
         return embedding_grad.add_gated_embedding(v, gate, table.weight, self._grad(name), tokens)
 
     @staticmethod
-    def _fp8(copies: nn.ModuleList, i: int) -> fp8.Fp8Weight:
-        return cast(fp8.Fp8Weight, copies[i])
+    def _fp8(copies: nn.ModuleList, i: int) -> Fp8Weight:
+        return cast(Fp8Weight, copies[i])
 
 
 def recompute_blocks(model: GPT) -> None:

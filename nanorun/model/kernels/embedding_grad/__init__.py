@@ -1,10 +1,10 @@
 """Gradients of embedding tables, accumulated in place.
 
-A micro-step looks up a few thousand rows of a table, and autograd makes a dense gradient of them: zeros everywhere, the
-rows added into them, and the whole added to the gradient so far. A d12 has seven tables of 100 MB and sixteen
-micro-steps; those zeros and sums are 45 GB a step, and the rows themselves a tenth of that.
+A micro-batch looks up many rows of a table, and autograd makes a dense gradient of them: zeros everywhere, the
+rows added into them, and the whole added to the gradient so far. A d12 has seven tables of 100 MB; with
+sixteen micro-batches those zeros and sums are 45 GB a step, and the rows themselves a tenth of that.
 
-So one buffer accumulates over micro-steps, and the backward pass adds the rows of its tokens to it. The buffer is the
+So one buffer accumulates over micro-batches, and the backward pass adds the rows of its tokens to it. The buffer is the
 table's `.grad`; autograd itself gets no gradient. Compiled code copies nothing: the operator writes to the buffer in
 place (checked in the generated code).
 

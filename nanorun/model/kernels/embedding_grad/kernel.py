@@ -14,7 +14,8 @@ COLUMNS = 1024  # at most, for each program
 
 @opaque_to_dynamo
 def embedding_lookup(table: Tensor, grad_buffer: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of (V, D), cast to `dtype`; their gradients are added to `grad_buffer`."""
+    """table[token_ids], rows of (V, D), cast to `dtype`. The backward pass adds their gradients to `grad_buffer`, in
+    place: grad_buffer[token_ids] += dy. Autograd itself gets no gradient of the table."""
     rows: Tensor = _EmbeddingLookup.apply(table, grad_buffer, token_ids, dtype)
     return rows
 

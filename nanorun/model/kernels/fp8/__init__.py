@@ -35,14 +35,4 @@ Every operator also runs on a CPU, for tests (Triton's interpreter and torch's o
 width, F hidden width; q is (N, D), its transpose (D, N) with N padded with zeros to a multiple of 16.
 """
 
-from nanorun.model.kernels.fp8.kernel import E4M3 as E4M3
-from nanorun.model.kernels.fp8.kernel import E5M2 as E5M2
-from nanorun.model.kernels.fp8.kernel import FP8_MAX as FP8_MAX
-from nanorun.model.kernels.fp8.kernel import amax_and_row_norm as amax_and_row_norm
-from nanorun.model.kernels.fp8.kernel import is_aligned as is_aligned
-from nanorun.model.kernels.fp8.kernel import is_supported as is_supported
-from nanorun.model.kernels.fp8.kernel import on_by_default as on_by_default
-from nanorun.model.kernels.fp8.kernel import padded as padded
-from nanorun.model.kernels.fp8.kernel import quantize as quantize
-from nanorun.model.kernels.fp8.kernel import scaled_mm as scaled_mm
-from nanorun.model.kernels.fp8.weight import Fp8Weight as Fp8Weight
+from nanorun.model.kernels.fp8.kernel import *  # noqa: F403

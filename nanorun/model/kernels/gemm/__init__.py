@@ -20,12 +20,12 @@ what a CPU computes. Shapes: N tokens, D width, F hidden width.
 """
 
 from nanorun.model.kernels.gemm.kernel import gemm_bf16 as gemm_bf16
+from nanorun.model.kernels.gemm.kernel import gemm_bf16_residual as gemm_bf16_residual
 from nanorun.model.kernels.gemm.kernel import gemm_fp8 as gemm_fp8
 from nanorun.model.kernels.gemm.kernel import gemm_fp8_grads as gemm_fp8_grads
 from nanorun.model.kernels.gemm.kernel import gemm_fp8_pingpong as gemm_fp8_pingpong
 from nanorun.model.kernels.gemm.kernel import gemm_fp8_relu2 as gemm_fp8_relu2
 from nanorun.model.kernels.gemm.kernel import gemm_fp8_residual as gemm_fp8_residual
 from nanorun.model.kernels.gemm.kernel import is_supported as is_supported
-from nanorun.model.kernels.gemm.kernel import linear_residual as linear_residual
 from nanorun.model.kernels.gemm.kernel import relu2_scales as relu2_scales
 from nanorun.model.kernels.gemm.kernel import self_test as self_test

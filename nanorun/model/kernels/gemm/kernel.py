@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels import opaque_to_dynamo, passes
-from nanorun.model.kernels.fp8 import kernel as fp8
+from nanorun.model.kernels import fp8, opaque_to_dynamo, passes
 from nanorun.model.kernels.gemm import reference
 from nanorun.model.kernels.language import tl, triton
 from nanorun.model.kernels.relu2.kernel import CLIP
@@ -121,8 +120,9 @@ def _empty(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def gemm_fp8(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, pingpong: bool
 ) -> Tensor:
-    """a·bᵀ of (M, K) and (N, K) in FP8, times both scales: by quack (in bf16) or by cuBLAS."""
+    """(a·bᵀ)·a_scale·b_scale, (M, N) in `dtype`, of (M, K) and (N, K) in FP8: by quack (bf16 only) or by cuBLAS."""
     if pingpong:
+        assert dtype == torch.bfloat16
         return gemm_fp8_pingpong(a, b, a_scale, b_scale)
     return fp8.scaled_mm(a, b, a_scale, b_scale, dtype, fp8.FAST_ACCUM)
 
@@ -151,7 +151,8 @@ def gemm_fp8_grads(
     gt_scales: list[Tensor],
     xt_scales: list[Tensor],
 ) -> list[Tensor]:
-    """The dgrad, `gemm_fp8` of the first operands, and the wgrads gᵀ·x of each pair, in fp32.
+    """The dgrad (g·wᵀ)·g_scale·w_scale, (M, N) in `dtype`, where w is a weight's transpose; and for each pair the wgrad
+    (gt·xtᵀ)·gt_scale·xt_scale in fp32, where gt and xt are the transposes of a gradient and of an input.
 
     One operator, though they have little in common: no operator waits for a wgrad, so a compiler defers it at will, in
     a d12 those of nine layers to the very end, and its inputs must be kept until then."""
@@ -190,7 +191,8 @@ def relu2_scales(
 def gemm_fp8_relu2(
     x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, max_norms: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """relu(x·wᵀ)² of (N, D) and (F, D) in e4m3, and its scale, as in `relu2.quantize`."""
+    """h, (N, F) in e4m3, and its scale, with h·scale = relu(x·wᵀ)² of (N, D) and (F, D). The scale is that of
+    `relu2.quantize`: max_norms[0] is the largest row norm of w, x is normed and `width` wide (kernels/fp8)."""
     h, scale = _empty_relu2(x, w)
     factor = torch.empty_like(scale)
     relu2_scales(x_scale, w_scale, max_norms, width, scale, factor)
@@ -216,7 +218,7 @@ def gemm_fp8_residual(
     lambda_: Tensor | None,
     mu: Tensor | None,
 ) -> Tensor:
-    """x + h·wᵀ in x's dtype, of (N, F) and (D, F) in FP8; or λ·(x + h·wᵀ) + μ·x0."""
+    """x + h·wᵀ or, with an x0, λ·(x + h·wᵀ) + μ·x0: (N, D) in x's dtype, of h (N, F) and w (D, F) in FP8."""
     out = torch.empty_like(x)
     scales: dict[str, Any] = {"a_scale": h_scale, "b_scale": w_scale}
     if x0 is None:
@@ -230,13 +232,14 @@ gemm_fp8_residual.register_fake(lambda h, w, h_scale, w_scale, x, *mixing: torch
 
 
 @opaque_to_dynamo
-def linear_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual + x·wᵀ of (N, D) in bf16. Its gradient is that of x·wᵀ alone (residual_norm adds the rest)."""
-    result: Tensor = _LinearResidual.apply(x, weight, residual)
+def gemm_bf16_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual + x·wᵀ, (N, D) in bf16. The backward pass returns the gradients of x and weight, dy·w and dyᵀ·x, and
+    none for `residual`, which gets its own from the next half-block (residual_norm)."""
+    result: Tensor = _GemmBf16Residual.apply(x, weight, residual)
     return result
 
 
-class _LinearResidual(torch.autograd.Function):
+class _GemmBf16Residual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         low = weight.to(x.dtype)

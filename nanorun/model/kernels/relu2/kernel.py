@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels.fp8 import kernel as fp8
+from nanorun.model.kernels import fp8
 from nanorun.model.kernels.language import tl, triton
 
 CLIP = 2.0  # x·w is clipped at its bound divided by this, before the square
@@ -48,7 +48,7 @@ def _relu2_backward_kernel(
     h_t,
     h_scale,
     h_max,
-    amax,
+    bounds,
     max_norms,
     q,
     q_t,
@@ -62,7 +62,7 @@ def _relu2_backward_kernel(
     TRANSPOSE_H: tl.constexpr,  # read h and write h_t; else read h_t
 ):
     h_scale_value = tl.load(h_scale)
-    bound = tl.load(amax + 1) * tl.load(max_norms + 1) * 2 * tl.sqrt(h_max * h_scale_value)
+    bound = tl.load(bounds + 1) * tl.load(max_norms + 1) * 2 * tl.sqrt(h_max * h_scale_value)
     scale_value, inv_scale = fp8.power_of_two_scale(bound, FP8_MAX)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -110,11 +110,11 @@ quantize.register_fake(lambda u, max_norms, width: fp8.empty_with_transpose(u, f
 
 @torch.library.custom_op("nanorun::fp8_relu2_backward", mutates_args=())
 def backward(
-    dh: Tensor, h_t: Tensor, h_scale: Tensor, amax: Tensor, max_norms: Tensor
+    dh: Tensor, h_t: Tensor, h_scale: Tensor, bounds: Tensor, max_norms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh·2√h in e5m2, its transpose and scale, for dh = g·w: `amax` is `amax_and_row_norm` of g, max_norms[1] the
+    """dh·2√h in e5m2, its transpose and scale, for dh = g·w: `bounds` is `amax_and_row_norm` of g, max_norms[1] the
     largest column norm of w."""
-    return _backward(dh, h_t, h_t, h_scale, amax, max_norms, transpose_h=False)
+    return _backward(dh, h_t, h_t, h_scale, bounds, max_norms, transpose_h=False)
 
 
 backward.register_fake(lambda dh, *others: fp8.empty_with_transpose(dh, fp8.E5M2))
@@ -122,11 +122,11 @@ backward.register_fake(lambda dh, *others: fp8.empty_with_transpose(dh, fp8.E5M2
 
 @torch.library.custom_op("nanorun::fp8_relu2_backward_with_transpose", mutates_args=())
 def backward_with_transpose(
-    dh: Tensor, h: Tensor, h_scale: Tensor, amax: Tensor, max_norms: Tensor
+    dh: Tensor, h: Tensor, h_scale: Tensor, bounds: Tensor, max_norms: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same from h instead of its transpose, which is returned too: the wgrad of the next layer needs it."""
     h_t = _empty_h_t(dh)
-    return *_backward(dh, h, h_t, h_scale, amax, max_norms, transpose_h=True), h_t
+    return *_backward(dh, h, h_t, h_scale, bounds, max_norms, transpose_h=True), h_t
 
 
 def _empty_h_t(dh: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ backward_with_transpose.register_fake(
 
 
 def _backward(
-    dh: Tensor, h: Tensor, h_t: Tensor, h_scale: Tensor, amax: Tensor, max_norms: Tensor, transpose_h: bool
+    dh: Tensor, h: Tensor, h_t: Tensor, h_scale: Tensor, bounds: Tensor, max_norms: Tensor, transpose_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, q_t, scale = fp8.empty_with_transpose(dh, fp8.E5M2)
     _relu2_backward_kernel[fp8.tiles(dh, BACKWARD_ROWS, BACKWARD_COLUMNS)](
@@ -148,7 +148,7 @@ def _backward(
         h_t,
         h_scale,
         fp8.FP8_MAX[fp8.E4M3],
-        amax,
+        bounds,
         max_norms,
         q,
         q_t,

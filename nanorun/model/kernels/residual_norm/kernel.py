@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorun.config import NORM_EPSILON
-from nanorun.model.kernels.fp8 import kernel as fp8
+from nanorun.model.kernels import fp8
 from nanorun.model.kernels.language import tl, triton
 
 ROWS, COLUMNS = 32, 256  # 76 µs for 32,768 × 768 added, mixed and normed on an H200; 64 × 128: 100
@@ -118,7 +118,7 @@ def _residual_norm_backward_kernel(
 
 @torch.library.custom_op("nanorun::norm_quantize", mutates_args=())
 def norm_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """norm(x) of (N, D) in e4m3, its transpose and scale; and 1/RMS of each row, (N,)."""
+    """norm(x) of (N, D) in e4m3, its transpose and scale (from √D: see kernels/fp8); and 1/RMS of each row, (N,)."""
     x = x.contiguous()
     return _norm_quantize(x, None, None, None, None, x)
 
@@ -184,9 +184,10 @@ def input_grads(
     lambda_: Tensor | None,
     mu: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x (that of y is the same), x0, λ and μ, from those of n = norm(s) and of s; `dgate_input` is a
-    separate gradient of the first channels of n, which a gate reads unquantized. Without `ds` s is x itself, and the
-    gradient is that of the norm alone."""
+    """The gradients of x (that of y is the same), x0, λ and μ, from those of n = norm(s) and of s = λ·(x + y) + μ·x0:
+    dx = λ·d, dx0 = μ·d, dλ = Σ d·(x + y) and dμ = Σ d·x0, where d = ds + inv_rms·(dn - n·mean(dn·n)). `dgate_input` is
+    added to dn: it is the gradient of the first channels of n, which a gate reads unquantized. Without `ds`, s is x
+    itself and dx = d."""
     if ds is None:  # plain, so that a compiler fuses it with what follows
         dn = dn.float()
         if dgate_input is not None and dgate_input.shape[1] > 0:

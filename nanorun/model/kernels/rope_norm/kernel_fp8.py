@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels.fp8 import kernel as fp8
+from nanorun.model.kernels import fp8
 from nanorun.model.kernels.gemm.kernel import gemm_fp8
 from nanorun.model.kernels.language import tl, triton
 from nanorun.model.kernels.rope_norm.kernel import launch_forward, table_and_constants
@@ -123,8 +123,9 @@ def gemm_rope_norm(
     kv_heads: int,
     gain: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """n·wᵀ of (N, D) and ((H + 2K)·head_dim, D) in FP8, and then `rope_norm_inplace`. One operator, so that the
-    compiler need not find out that no copy is needed."""
+    """qkv = n·wᵀ, (N, (H + 2K)·head_dim) in `dtype`, of n (N, D) and w in FP8, in which q and k are then rotated and
+    normed, and v + gate·value_table[token_ids] replaces v; and what `rope_norm_inplace` returns. One operator, so that
+    the compiler need not find out that no copy is needed."""
     qkv = gemm_fp8(n, w, n_scale, w_scale, dtype, pingpong)
     return qkv, *rope_norm_inplace(qkv, cos, sin, gate, value_table, token_ids, heads, kv_heads, gain)
 
@@ -180,12 +181,13 @@ def backward_fp8(
     kv_heads: int,
     gain: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of (N, (H + 2K)·D) qkv in e5m2, its transpose and scale, from what `rope_norm_inplace` left in
-    qkv and returned."""
+    """The gradient of the GEMM's output qkv, (N, (H + 2K)·D) in e5m2, with its transpose and scale, from those of the
+    rotated and normed q and k and of v. `rotated` is qkv as `rope_norm_inplace` left it, `inv_rms` and `max_inv_rms`
+    what it returned. The package docstring has the formula and the bound of the scale."""
     head_dim = rotated.size(-1) // (heads + 2 * kv_heads)
     tokens = rotated.shape[0]
     out, out_t, scale = fp8.empty_with_transpose(rotated, fp8.E5M2)
-    amax = rotated.new_zeros(3, dtype=torch.float32)
+    amax = rotated.new_zeros(3, dtype=torch.float32)  # of dq, dk and dv
     stride, width = fp8.amax_stride(tokens), heads * head_dim
     _qkv_amax_kernel[(triton.cdiv(triton.cdiv(tokens, stride) * width, AMAX_NUMEL), 3)](
         dq,

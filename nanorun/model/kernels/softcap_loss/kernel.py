@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanorun.model.kernels.fp8 import kernel as fp8
+from nanorun.model.kernels import fp8
 from nanorun.model.kernels.language import tl, triton
 
 BLOCK = 8_192  # columns that a program holds
@@ -24,7 +24,7 @@ def _softcap_loss_kernel(
     logits,
     targets,
     losses,
-    totals,
+    log2_sums,
     softcap,
     COLUMNS: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -47,7 +47,7 @@ def _softcap_loss_kernel(
     log2_total = tl.log2(tl.sum(sums, 0))
     loss = log2_total * 0.6931471805599453 - softcap * _tanh(z_target * inverse, FAST_TANH)
     tl.store(losses + row, tl.where(trained, loss, 0.0))
-    tl.store(totals + row, log2_total)
+    tl.store(log2_sums + row, log2_total)
     if GRADIENT:
         for first in range(0, COLUMNS, BLOCK):
             column = first + tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def _softcap_loss_kernel(
 def _softcap_loss_grad_fp8_kernel(
     logits,
     targets,
-    totals,
+    log2_sums,
     softcap,
     q,
     q_t,
@@ -81,7 +81,7 @@ def _softcap_loss_grad_fp8_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     target = tl.load(targets + row, mask=row < rows, other=-1).to(tl.int32)[:, None]
-    log2_total = tl.load(totals + row, mask=row < rows, other=0.0)[:, None]
+    log2_total = tl.load(log2_sums + row, mask=row < rows, other=0.0)[:, None]
     at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     inside = (row < rows)[:, None] & (column < VOCAB)[None, :]
     z = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
@@ -117,16 +117,17 @@ def softcap_loss_fp8(
     gradient_t: Tensor,
     first: int,
 ) -> Tensor:
-    """The loss of each row of (n, V) logits, into `losses` (n,), and its gradient in e5m2, into rows of `gradient`
-    (N, V) and transposed into columns of `gradient_t` (V, N), from `first` on. Returns the scale of the gradient."""
+    """Writes the loss of each row of (n, V) logits to `losses` (n,), 0 where the target is -1; and its gradient in
+    e5m2, (softmax - onehot)·(1 - tanh²), to rows first to first + n of `gradient` (N, V) and to these columns of its
+    transpose (V, N). Returns the scale of the gradient, which is always the same: no entry exceeds 1."""
     rows, columns = logits.shape
-    totals = _launch_loss(logits, targets, softcap, vocab_size, losses, gradient=False)
+    log2_sums = _launch_loss(logits, targets, softcap, vocab_size, losses, gradient=False)
     scale = logits.new_empty(1, dtype=torch.float32)
     q, q_t = gradient[first:], gradient_t[:, first:]
     _softcap_loss_grad_fp8_kernel[(triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))](
         logits,
         targets,
-        totals,
+        log2_sums,
         softcap,
         q,
         q_t,
@@ -153,12 +154,12 @@ def _launch_loss(
 ) -> Tensor:
     """Writes the losses. Returns log2 of the sums of exponentials."""
     rows, columns = logits.shape
-    totals = logits.new_empty(rows, dtype=torch.float32)
+    log2_sums = logits.new_empty(rows, dtype=torch.float32)
     _softcap_loss_kernel[(rows,)](
         logits,
         targets,
         losses,
-        totals,
+        log2_sums,
         softcap,
         COLUMNS=columns,
         VOCAB=vocab_size,
@@ -167,7 +168,7 @@ def _launch_loss(
         GRADIENT=gradient,
         num_warps=16 if columns >= BLOCK else 4,
     )
-    return totals
+    return log2_sums
 
 
 def _use_fast_tanh(logits: Tensor) -> bool:

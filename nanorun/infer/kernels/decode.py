@@ -24,7 +24,6 @@ from torch import Tensor
 from nanorun.config import ModelConfig
 from nanorun.infer.cache import Cache
 from nanorun.infer.forward import Decode
-from nanorun.infer.frozen import FrozenGPT
 from nanorun.infer.kernels.attention import (
     MAX_GROUP,
     MAX_SCORE,
@@ -37,6 +36,7 @@ from nanorun.infer.kernels.elementwise import embed, relu2_, residual_norm, soft
 from nanorun.infer.kernels.language import require_triton, supports_pdl
 from nanorun.infer.kernels.linear import Tile, linear_residual, norm_linear, padded
 from nanorun.infer.kernels.weights import DecodeWeights, Workspace
+from nanorun.infer.model import InferenceGPT
 
 TARGET_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 KEYS_PER_BLOCK = 64
@@ -203,5 +203,5 @@ class FastDecode:
         )  # fmt: skip
 
 
-def fast_decode(model: FrozenGPT, cache: Cache) -> Decode:
+def make_fast_decode(model: InferenceGPT, cache: Cache) -> Decode:
     return FastDecode(DecodeWeights.of(model), cache)

@@ -1,8 +1,8 @@
 """A copy of a model for inference: weights cast once, q, k and v joined, matrices in int8 where wanted.
 
 Training keeps fp32 master weights and casts them at every use. Decoding one token reads every weight once, so
-the time of a step is the time to read them, and a cast at every token would double it. `freeze` returns a `GPT`
-that runs the same trunk on weights in the compute dtype, where
+the time of a step is the time to read them, and a cast at every token would double it. `inference_copy` returns
+a `GPT` that runs the same trunk on weights in the compute dtype, where
 
 - queries, keys, values and the gate of the value embedding are rows of one matrix a layer, hence one GEMM. The gate
   reads only the first channels of the stream; its rows are zero behind them;
@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanorun.model.gpt import GPT, Attend, Attention, Gate, Linear, norm
+from nanorun.model.gpt import GPT, Attention, Linear, norm
 
-# Modules of the model that the frozen copy replaces. All others are copied as they are.
+# Modules of the model that the copy replaces. All others are copied as they are.
 REPLACED = {"q", "k", "v", "value_gate", "out", "up", "down", "head"}
 ROW_MULTIPLE = 16  # the joined matrix is padded to a multiple of it: GPUs prefer aligned outputs
 
@@ -46,7 +46,7 @@ class Matrix:
         return self.weight.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 
-class FrozenLinear(nn.Module):
+class InferenceLinear(nn.Module):
     def __init__(self, matrix: Matrix) -> None:
         super().__init__()
         self.matrix = matrix
@@ -59,7 +59,7 @@ class FrozenLinear(nn.Module):
         return F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
 
 
-class FrozenAttention(Attention):
+class InferenceAttention(Attention):
     """Its `joined` matrix has the rows of q, k, v, then of the value gate, then padding. What else `Attention` has is
     carried over as it is."""
 
@@ -74,8 +74,8 @@ class FrozenAttention(Attention):
             rows.append(F.pad(gate.weight, (0, rows[0].size(1) - gate.in_features)))
         joined = torch.cat(rows)
         joined = F.pad(joined, (0, 0, 0, -joined.size(0) % ROW_MULTIPLE))
-        self.joined = FrozenLinear(_matrix(joined, dtype, int8))
-        self.out = _frozen(attention.out, dtype, int8)
+        self.joined = InferenceLinear(_matrix(joined, dtype, int8))
+        self.out = _copied(attention.out, dtype, int8)
         for name, module in attention.named_children():
             if name not in REPLACED:
                 setattr(self, name, copy.deepcopy(module).to(dtype))
@@ -86,10 +86,10 @@ class FrozenAttention(Attention):
         return y[..., : self._qkv_rows], gate
 
 
-class FrozenGPT(GPT):
-    """A `GPT` whose weights change only by `load`. Its matrices are `FrozenLinear`s, its embeddings normalized."""
+class InferenceGPT(GPT):
+    """A `GPT` whose weights change only by `load`. Its matrices are `InferenceLinear`s, its embeddings normalized."""
 
-    smear: Tensor | None  # (V, 1): the smear gate of each token
+    smear_gates: Tensor | None  # (V, 1), by token
 
     def __init__(self, model: GPT, dtype: torch.dtype, int8: bool) -> None:
         with torch.device("meta"):
@@ -102,27 +102,19 @@ class FrozenGPT(GPT):
         }
         tables["embed.weight"] = norm(tables["embed.weight"])
         self.load_state_dict(tables, assign=True, strict=False)
-        self.smear = self.smear_share(self.embed.weight) if self.config.smear else None
+        self.smear_gates = self.smear_gate_value(self.embed.weight) if self.config.smear else None
         self.cos, self.sin = model.cos.to(dtype, copy=True), model.sin.to(dtype, copy=True)
         for mine, its in zip(self.layers(), model.layers(), strict=True):
-            mine.attention = FrozenAttention(its.attention, dtype, int8)
-            mine.mlp.up, mine.mlp.down = _frozen(its.mlp.up, dtype, int8), _frozen(its.mlp.down, dtype, int8)
-        self.head = _frozen(model.head, dtype, int8)
+            mine.attention = InferenceAttention(its.attention, dtype, int8)
+            mine.mlp.up, mine.mlp.down = (
+                _copied(its.mlp.up, dtype, int8),
+                _copied(its.mlp.down, dtype, int8),
+            )
+        self.head = _copied(model.head, dtype, int8)
         self.requires_grad_(False)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.embed.weight)
-
-    def hidden_at(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The trunk over tokens (N,) of any sequences, each with the token before it and its position, to (N, D)."""
-        rope = F.embedding(positions, self.cos).unsqueeze(-2), F.embedding(positions, self.sin).unsqueeze(-2)
-
-        def gated(_x: Tensor, _gate: Gate) -> Tensor:  # from the tables: both depend on the token alone
-            assert self.smear is not None
-            share = F.embedding(tokens, self.smear) * (positions > 0).unsqueeze(-1)
-            return share * self.embedded(previous)
-
-        return self.trunk(tokens, rope, gated, attend)
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +122,7 @@ class FrozenGPT(GPT):
 
     def matrices(self) -> Iterator[Matrix]:
         for module in self.modules():
-            if isinstance(module, FrozenLinear):
+            if isinstance(module, InferenceLinear):
                 yield module.matrix
 
     def tensors(self) -> Iterator[Tensor]:
@@ -139,7 +131,7 @@ class FrozenGPT(GPT):
             if matrix.scale is not None:
                 yield matrix.scale
         yield from self.parameters()
-        yield from (self.cos, self.sin, *([] if self.smear is None else [self.smear]))
+        yield from (self.cos, self.sin, *([] if self.smear_gates is None else [self.smear_gates]))
 
     @property
     def bytes(self) -> int:
@@ -155,14 +147,16 @@ class FrozenGPT(GPT):
     def load(self, model: GPT) -> None:
         """Takes the current weights of the model, in the same memory. A captured CUDA graph still has the old scalars,
         which are arguments of its kernels."""
-        for mine, new in zip(self.tensors(), freeze(model, self.dtype, self.int8).tensors(), strict=True):
+        for mine, new in zip(
+            self.tensors(), inference_copy(model, self.dtype, self.int8).tensors(), strict=True
+        ):
             mine.copy_(new)
 
 
 @torch.no_grad()
-def freeze(model: GPT, dtype: torch.dtype | None = None, int8: bool = False) -> FrozenGPT:
+def inference_copy(model: GPT, dtype: torch.dtype | None = None, int8: bool = False) -> InferenceGPT:
     """A copy: further training of the model does not change it. The dtype is the model's unless another is named."""
-    return FrozenGPT(model, dtype or model.dtype, int8)
+    return InferenceGPT(model, dtype or model.dtype, int8)
 
 
 def quantize(weight: Tensor) -> Matrix:
@@ -187,6 +181,6 @@ def _matrix(weight: Tensor, dtype: torch.dtype, int8: bool) -> Matrix:
     return quantize(weight) if int8 else Matrix(weight.detach().to(dtype, copy=True))
 
 
-def _frozen(linear: Linear, dtype: torch.dtype, int8: bool) -> Linear:
-    frozen: nn.Module = FrozenLinear(_matrix(linear.weight, dtype, int8))
-    return frozen  # type: ignore[return-value]
+def _copied(linear: Linear, dtype: torch.dtype, int8: bool) -> Linear:
+    copied: nn.Module = InferenceLinear(_matrix(linear.weight, dtype, int8))
+    return copied  # type: ignore[return-value]
