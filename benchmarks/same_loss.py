@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {
-        "fp8": "none", "fused_rope": False, "fused_loss": False, "sparse_tables": False,
+        "fp8": "none", "fused_rope": False, "fused_loss": False, "inplace_embedding_grads": False,
     },
     "fast": {"fp8": "all"},
 }  # fmt: skip

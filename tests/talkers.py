@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from nanorun import checkpoint
-from nanorun.config import Config, OptimConfig, TrainConfig, scale_model
+from nanorun.config import IGNORE, Config, OptimConfig, TrainConfig, scale_model
 from nanorun.model.gpt import GPT, build
-from nanorun.model.loss import IGNORE
 from nanorun.runs import write_json
 from nanorun.text.chat import render
 from nanorun.text.tokenizer import SPECIAL_TOKENS, Tokenizer

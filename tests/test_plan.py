@@ -112,8 +112,8 @@ def test_the_largest_micro_batch_fits_and_twice_as_many_rows_do_not(gpu, recompu
 def test_the_micro_batch_never_exceeds_the_step(none):
     config = scale(12, VOCAB, batch_tokens=2**16)  # 32 rows
     plan = make_plan(config, "b200", gpus=8, results=none)
-    assert (plan.device_batch, plan.micro_steps) == (4, 1)
-    assert make_plan(config, "b200", device_batch=8, results=none).micro_steps == 4
+    assert (plan.device_batch, plan.grad_accum_steps) == (4, 1)
+    assert make_plan(config, "b200", device_batch=8, results=none).grad_accum_steps == 4
     with pytest.raises(UserError, match="at most 32"):
         make_plan(config, "b200", gpus=64, results=none)
 
@@ -177,7 +177,7 @@ def test_narrow_models_and_several_gpus_are_expected_to_be_slower(none):
 
 def test_the_table_shows_the_main_figures(none):
     text = plan_table(make_plan(scale(24, VOCAB, horizon=Horizon(ratio=8)), "h100", gpus=8, results=none))
-    for part in ("d24", "1.38B", "730M", "8 × h100", "activations", "MFU", "$", "May 2026", "micro-step"):
+    for part in ("d24", "1.38B", "730M", "8 × h100", "activations", "MFU", "$", "May 2026", "micro-batch"):
         assert part in text
     assert max(map(len, text.splitlines())) < 110
 

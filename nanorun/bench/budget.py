@@ -2,7 +2,7 @@
 
 `predict` counts each part of a training step twice over: floating-point operations of the matmuls over the rate
 at which this shape of matmul was measured to run, and bytes that the rest must move at least over the measured
-bandwidth. `measure` runs the micro-steps of one step under torch's profiler and sorts kernels into the same parts
+bandwidth. `measure` runs the micro-batches of one step under torch's profiler and sorts kernels into the same parts
 by their names; the update is timed by itself. The difference, part by part, is the list of what to do next.
 
 Rates are an H200's (benchmarks/speed.py measures them anew). On another GPU only the proportions mean anything.
@@ -83,8 +83,8 @@ def predict(
     )
     tables = 1 + sum(config.has_value_embedding(layer) for layer in range(depth))
     matrices, everything = sum(parameters.values()), config.total_parameters
-    summed_in = step_tokens if recipe.sparse_tables else micro_tokens
-    table_bytes = 4 * tables * vocab * dim / summed_in  # zeros, and without sparse_tables a sum each time
+    summed_in = step_tokens if recipe.inplace_embedding_grads else micro_tokens
+    table_bytes = 4 * tables * vocab * dim / summed_in  # zeros, and a sum each time if not in place
     in_layers, in_mlp, in_head = "qkv" in eight, "up" in eight, recipe.fp8 in ("head", "all")
     stream_bytes = 42 if not (in_layers and recipe.fused_add_norm) else 28 if recipe.fused_residual else 38
     moved = {  # bytes a token: 2·D for each time that a row of activations is read or written
@@ -96,7 +96,7 @@ def predict(
         * dim,
         "loss": 6 * vocab if in_head else 4 * vocab + 12 * vocab * dim / CHUNK_TOKENS,
         "embeddings": table_bytes + tables * (4 + 4 + 8) * dim,
-        "gradient accumulation": (0 if recipe.sparse_tables else 3 * table_bytes)
+        "gradient accumulation": (0 if recipe.inplace_embedding_grads else 3 * table_bytes)
         + 12 * matrices / micro_tokens
         + (12 * vocab * dim * max(1 / CHUNK_TOKENS - 1 / micro_tokens, 0) if in_head else 0),
         "casts": 12 * sum(n for k, n in parameters.items() if k not in eight) / micro_tokens,
@@ -141,7 +141,7 @@ def measure(t: loop.Training) -> dict[str, Any]:
     """Nanoseconds a token of one step, by part, and the kernels that take longest."""
     from torch.profiler import ProfilerActivity, profile
 
-    batches = list(islice(t.loader, t.micro_steps))
+    batches = list(islice(t.loader, t.grad_accum_steps))
     tokens = sum(batch.inputs.numel() for batch in batches)
     trained = sum(batch.trained_tokens for batch in batches)
     total = torch.zeros((), device=t.device)

@@ -83,7 +83,7 @@ def _measure(config: Config, options: BaseOptions, steps: int) -> dict[str, Any]
         device_batch=training.loader.rows,
         attention=sorted(set(training.model.batch_attention.backends)),
         fp8=training.recipe.fp8,
-        products="quack" if training.recipe.uses_quack else "torch",
+        gemm_library="quack" if training.recipe.uses_quack else "torch",
         steps=steps,
         tokens_per_s=round(tokens_per_s),
         ms_per_step=round(1e3 * median, 2),

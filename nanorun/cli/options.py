@@ -50,7 +50,7 @@ TaskFiles = Annotated[
 ]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile on CUDA.")]
 Graphs = Annotated[
-    bool, typer.Option("--graphs/--no-graphs", help="Replay micro-steps as a CUDA graph, when compiled.")
+    bool, typer.Option("--graphs/--no-graphs", help="Replay micro-batches as a CUDA graph, when compiled.")
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Bitwise reproducible, a little slower.")

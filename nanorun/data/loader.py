@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanorun.config import IGNORE
 from nanorun.data.packing import Packing, fill
 from nanorun.data.rows import BlockCache, Position, RowOrder, RowRange, RowSequence
 from nanorun.data.sources import ConversationSource, Source
 from nanorun.errors import UserError
 
 _SAVED_ORDER = ("packing", "reuse_tails", "shuffle", "seed")  # the fields of RowOrder that a state records
-IGNORE = -1  # the target of a position that is not trained
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Batch:
 def to_device(
     batch: Batch, device: torch.device, document_mask: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, targets and, with a document mask, the document number of each token (B, T)."""
+    """Inputs and targets (B, T) on the device, copied without synchronizing with it; and, with a document mask, the
+    document number of each token (B, T), from 1 and counting over all rows, else None."""
     inputs = batch.inputs.to(device, non_blocking=True)
     targets = batch.targets.to(device, non_blocking=True)
     if not document_mask:
@@ -104,6 +105,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
+        """The next batch that the thread has put into the queue (or the exception that ended it)."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="nanorun-batches", daemon=True)
             self._thread.start()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nanorun import hardware
-from nanorun.config import ModelConfig
+from nanorun.config import IGNORE, ModelConfig
 from nanorun.data.dataset import Dataset, open_dataset
 from nanorun.data.loader import Batch, Loader, to_device
 from nanorun.data.packing import Packing
@@ -37,7 +37,6 @@ from nanorun.data.sources import ConversationSource, Source, open_source
 from nanorun.errors import UserError
 from nanorun.infer.load import load_model
 from nanorun.model.gpt import GPT
-from nanorun.model.loss import IGNORE
 from nanorun.plan import memory
 from nanorun.provenance import record
 from nanorun.text.tokenizer import Tokenizer

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nanorun.config import ModelConfig
+from nanorun.config import IGNORE, ModelConfig
 from nanorun.infer.engine import Engine, Request, Sampling, Settings
 from nanorun.model.gpt import GPT
-from nanorun.model.loss import IGNORE
 from nanorun.tasks.task import Conversation, Task, question_messages
 from nanorun.text.chat import Part, parse_reply, render_prompt
 from nanorun.text.tokenizer import Tokenizer

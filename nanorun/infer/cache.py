@@ -117,7 +117,8 @@ class SlotPool:
         return sum(not slot.in_use for slot in self.slots)
 
     def acquire(self, tokens: list[int]) -> Slot:
-        """A slot for this sequence, with as long a prefix as the cache holds; the last token is never cached."""
+        """An idle slot for this sequence, whose `cached_tokens` counts the longest prefix that any slot holds, there or
+        copied there (the class says when), without the last token; 0 if that is shorter than `MIN_SHARED_PREFIX`."""
         prefix = tokens[:-1]
         shared = {slot.index: self._shared_prefix(slot, prefix) for slot in self.slots}
         best = max(self.slots, key=lambda slot: (shared[slot.index], not slot.in_use))

@@ -204,7 +204,7 @@ class Engine:
     def submit(
         self, request: Request, listener: Listener | None = None, *, limit_queue: bool = True
     ) -> Handle:
-        """Starts a request. The listener is called in the engine's thread and must be quick."""
+        """Puts a request into the inbox and wakes the engine's thread, which calls the listener: it must be quick."""
         request.check(self.context, self.vocab_size, self.tokenizer is not None)
         with self._lock:
             waiting, limit = self._submitted + self._queued, self.settings.max_queue

@@ -182,5 +182,4 @@ def _matrix(weight: Tensor, dtype: torch.dtype, int8: bool) -> Matrix:
 
 
 def _copied(linear: Linear, dtype: torch.dtype, int8: bool) -> Linear:
-    copied: nn.Module = InferenceLinear(_matrix(linear.weight, dtype, int8))
-    return copied  # type: ignore[return-value]
+    return InferenceLinear(_matrix(linear.weight, dtype, int8))  # type: ignore[return-value]

@@ -110,8 +110,8 @@ class Request:
 class Logprobs:
     """Of one token, in nats. A forced token has zeros and no alternatives."""
 
-    sampled: float  # under the distribution it was sampled from: penalized, scaled, truncated, normalized
-    model: float  # under the model alone
+    under_sampling: float  # the distribution it was sampled from: penalized, scaled, truncated, normalized
+    under_model: float  # the model alone
     top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, under the model alone
 
 

@@ -11,9 +11,9 @@ position's noise selects, which sampling itself determines.
 whether any row needs the sorted vocabulary. What no row needs is not computed. Rows are filtered by a minimum
 logit, so tokens that tie with the last one kept are kept, too.
 
-A sampled token has two log-probabilities: under the distribution it was sampled from (`sampled`: penalized,
-scaled by temperature, truncated, normalized; policy gradients need this one; 0 for greedy rows), and under the
-model alone (`model`).
+A sampled token has two log-probabilities: under the distribution it was sampled from (`under_sampling`:
+penalized, scaled by temperature, truncated, normalized; policy gradients need this one; 0 for greedy rows), and
+under the model alone (`under_model`).
 
 This is part of a captured CUDA graph: no value is read on the host, nor copied from it (which `torch.where`
 with a Python number does).
@@ -46,7 +46,8 @@ class SamplingFeatures:
 
     @staticmethod
     def union(rows: Iterable[tuple[Sampling, int | None]], max_top_logprobs: int) -> "SamplingFeatures":
-        """Of the sampling parameters and the number of log-probabilities that each row requests."""
+        """What any of these rows needs: each is a row's sampling parameters, and how many log-probabilities it requests
+        (None: not even its own)."""
         params, logprobs = zip(*rows, strict=True)
         random = [s for s in params if s.temperature > 0]
         largest = max((s.top_k for s in random), default=0)
@@ -74,8 +75,7 @@ class SamplingParams:
     penalty: Tensor
 
     @staticmethod
-    def pack(sampling: Sampling, seed: int) -> tuple[list[int], list[float]]:
-        s = sampling
+    def pack(s: Sampling, seed: int) -> tuple[list[int], list[float]]:
         return [s.top_k, seed], [s.temperature, s.top_p, s.min_p, s.repetition_penalty]
 
     @staticmethod
@@ -92,7 +92,7 @@ class SampledTokens:
 
 
 def gumbel_argmax(logits: Tensor, seed: Tensor, positions: Tensor, random: Tensor) -> Tensor:
-    """The argmax of each row (N, V) after adding noise, or without noise where `random` is false."""
+    """The argmax of each row (N, V) after adding Gumbel noise, or without noise where `random` is false."""
     return (logits + random[:, None] * gumbel(seed, positions, logits.size(1))).argmax(-1)
 
 

@@ -224,6 +224,7 @@ class SequenceState:
             self._pieces += self._text_stream.push(token, logprobs=logprobs)
 
     def _emit_event(self, reply: Reply | None = None) -> None:
+        """Passes what is new since the last event to the listener: tokens, text, logprobs; at the end the reply."""
         assert self._listener is not None
         self._detokenize()
         ids, pieces = self.tokens[self._emitted_tokens :], self._pieces[self._emitted_pieces :]

@@ -72,7 +72,7 @@ class InFlightStep:
     event: "torch.cuda.Event | None" = None
 
     def wait(self) -> StepResult:
-        """Blocks until the outputs are on the host."""
+        """Blocks until the outputs are on the host, and returns them as lists, without the rows of padding."""
         if self.event is not None:
             self.event.synchronize()
         values = [output[: self.batch].tolist() for output in self.outputs]
@@ -123,7 +123,8 @@ class Stepper:
         self._graphs: dict[tuple[int, SamplingFeatures], _GraphedStep] = {}
 
     def write_rows(self, sequences: Sequence[SequenceState]) -> None:
-        """Writes the state of these sequences, which have been prefilled, to the device for the next launch."""
+        """Writes the column of each sequence's slot, for the next launch: its length, its last token, which is read
+        next, and its sampling parameters. The sequences have been prefilled."""
         slots, ints, floats = [], [], []
         for sequence in sequences:
             slot = sequence.assigned_slot
@@ -132,9 +133,9 @@ class Stepper:
             ints.append([slot.cached_tokens, sequence.tokens[-1], self.max_position, *int_params])
             floats.append(float_params)
         device = self._ints.device
-        at = on_device(slots, device)
-        self._ints[:, at] = on_device(ints, device).t()
-        self._floats[:, at] = on_device(floats, device).t()
+        columns = on_device(slots, device)
+        self._ints[:, columns] = on_device(ints, device).t()
+        self._floats[:, columns] = on_device(floats, device).t()
 
     def launch(self, slots: Sequence[int], features: SamplingFeatures, longest: int) -> InFlightStep:
         """Starts one step for these slots, whose sequences have at most `longest` tokens after it."""

@@ -197,9 +197,8 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, docs: Tensor | None = None) -> Tensor:
         """The trunk over a batch of rows, (B, T) to (B, T, D). `docs` numbers the document of each token."""
         attend = functools.partial(self.batch_attention, docs=docs)
-        return self.trunk(
-            tokens, self.rope(tokens, docs), functools.partial(self.smear_in_rows, docs=docs), attend
-        )
+        smear = functools.partial(self.smear_in_rows, docs=docs)
+        return self.trunk(tokens, self.rope(tokens, docs), smear, attend)
 
     def smear_in_rows(self, x: Tensor, docs: Tensor | None = None) -> Tensor:
         """`Smear` of rows (B, T, D): gate(x[:, t])·x[:, t - 1] at t, and 0 for the first token of a row or document.

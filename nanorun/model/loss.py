@@ -27,16 +27,16 @@ is an error in `plain_loss` but may read a padding column in `chunked_loss`.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nanorun.config import IGNORE
 from nanorun.model.kernels import opaque_to_dynamo
 
-IGNORE = -1  # the target of a position that is not trained; the loader's
 Reduction = Literal["sum", "none"]
 # logits (n, V), targets (n,), softcap, vocabulary, with gradient -> losses (n,), gradient (n, V)
 ChunkLoss = Callable[[Tensor, Tensor, float | None, int, bool], tuple[Tensor, Tensor]]
@@ -163,8 +163,7 @@ def attach_gradients(
 ) -> Tensor:
     """`loss`, unchanged, as a function of x and weight: the backward pass returns g·dx and g·dweight for an incoming
     gradient g."""
-    result: Tensor = _AttachGradients.apply(loss, x, weight, dx, dweight)  # type: ignore[no-untyped-call]
-    return result
+    return cast(Tensor, _AttachGradients.apply(loss, x, weight, dx, dweight))  # type: ignore[no-untyped-call]
 
 
 class _AttachGradients(torch.autograd.Function):

@@ -48,7 +48,7 @@ def adamw_update_(
         assign(second, new_second)
 
 
-class AdamWUnit:
+class AdamWGroup:
     """The parameters of a group and their two moments."""
 
     def __init__(self, group: ParameterGroup, update: Callable[..., Any]) -> None:

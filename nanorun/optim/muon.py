@@ -129,7 +129,7 @@ def matmul_dtype(matrix: Tensor) -> torch.dtype | None:
     return torch.bfloat16 if torch.cuda.get_device_capability(matrix.device)[0] >= 8 else torch.float16
 
 
-class MuonUnit:
+class MuonGroup:
     """A stack of matrices of one shape. Each kind of state is one stacked tensor."""
 
     def __init__(self, group: ParameterGroup, config: OptimConfig, update: Callable[..., Any]) -> None:

@@ -1,8 +1,8 @@
 """The optimizer: Muon for the matrices and AdamW for the rest, behind one `step`.
 
-The work is divided into independent units, each a stack of equal matrices for Muon or a group for AdamW. They are what
-ranks will shard: a rank steps the units it owns and all-gathers the results. The state dict is keyed by parameter, not
-by unit, so that a run can resume with other stacks or another world size.
+The work is divided into independent update groups: stacks of equal matrices for Muon, parts of a parameter group for
+AdamW. They are what ranks will shard: a rank steps those it owns and all-gathers the results. The state dict is keyed
+by parameter, not by group, so that a run can resume with other stacks or another world size.
 
 One update is `optimizer.step(scheduled_hyperparameters(step, steps, config))`. It never syncs with the device.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nanorun.config import OptimConfig
 from nanorun.errors import UserError
-from nanorun.optim.adamw import AdamWUnit, adamw_update_
+from nanorun.optim.adamw import AdamWGroup, adamw_update_
 from nanorun.optim.groups import ParameterGroup, split_by_shape, split_by_size
-from nanorun.optim.muon import MuonUnit, muon_update
+from nanorun.optim.muon import MuonGroup, muon_update
 from nanorun.optim.schedules import ScheduledHyperparameters
 
 UPDATES = "updates"  # the one entry of the state dict that belongs to no parameter
@@ -32,13 +32,13 @@ class Optimizer:
     ) -> None:
         muon: Callable[..., Any] = _compile(muon_update, backend) if compiled else muon_update
         adamw: Callable[..., Any] = _compile(adamw_update_, backend) if compiled else adamw_update_
-        self.units: list[MuonUnit | AdamWUnit] = []
+        self.update_groups: list[MuonGroup | AdamWGroup] = []
         for group in groups:
             if group.betas is None:
-                self.units += [MuonUnit(stack, config, muon) for stack in split_by_shape(group)]
+                self.update_groups += [MuonGroup(stack, config, muon) for stack in split_by_shape(group)]
             else:
-                self.units += [AdamWUnit(part, adamw) for part in split_by_size(group)]
-        self.params = [param for unit in self.units for param in unit.group.params]
+                self.update_groups += [AdamWGroup(part, adamw) for part in split_by_size(group)]
+        self.params = [param for each in self.update_groups for param in each.group.params]
         self.updates = 0  # completed
         if compiled and any(param.dtype == torch.float64 for param in self.params):
             # torch 2.13 treats a 0-D fp64 tensor as a Python number and drops what is written to it
@@ -50,10 +50,11 @@ class Optimizer:
 
         So an update can be launched before the host knows whether it is accepted. If it was not, call `discard_step`.
         """
-        gradients = [unit.group.gradients() for unit in self.units]  # raises before anything is changed
+        # Raises where one is missing, before anything is changed.
+        gradients = [each.group.gradients() for each in self.update_groups]
         self.updates += 1
-        for unit, grads in zip(self.units, gradients, strict=True):
-            unit.step(grads, now, self.updates, apply_update)
+        for each, grads in zip(self.update_groups, gradients, strict=True):
+            each.step(grads, now, self.updates, apply_update)
 
     def discard_step(self) -> None:
         """The last step was launched with `apply_update` false: it changed nothing and does not count."""
@@ -86,9 +87,9 @@ class Optimizer:
         """Tensors by `parameter.kind`, and the number of updates. They share memory with the optimizer: save or clone
         them before the next step."""
         state = {UPDATES: torch.tensor(self.updates)}
-        for unit in self.units:
-            for kind, tensors in unit.state().items():
-                state |= {f"{name}.{kind}": t for name, t in zip(unit.group.names, tensors, strict=True)}
+        for each in self.update_groups:
+            for kind, tensors in each.state().items():
+                state |= {f"{name}.{kind}": t for name, t in zip(each.group.names, tensors, strict=True)}
         return state
 
     @torch.no_grad()

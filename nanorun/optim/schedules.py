@@ -23,6 +23,8 @@ class ScheduledHyperparameters:
 
 
 def scheduled_hyperparameters(step: int, steps: int, config: OptimConfig) -> ScheduledHyperparameters:
+    """Of step `step` of `steps`: the learning rate warms up and falls linearly, Muon's momentum rises and falls, its
+    weight decay falls by half a cosine. Numbers that depend on nothing else."""
     return ScheduledHyperparameters(
         lr_scale(step, steps, config), momentum(step, steps, config), weight_decay_scale(step, steps)
     )

@@ -37,7 +37,7 @@ def plan_record(plan: TrainingPlan) -> dict[str, Any]:
         "memory_gb": {**plan.memory_gb, "total": sum(plan.memory_gb.values())},
         "fits": plan.fits,
         "device_batch": plan.device_batch,
-        "micro_steps": plan.micro_steps,
+        "grad_accum_steps": plan.grad_accum_steps,
         "recompute": plan.recompute,
         "largest_device_batch": plan.largest_batch,
         "largest_device_batch_recompute": plan.largest_batch_recompute,
@@ -63,7 +63,7 @@ def plan_table(plan: TrainingPlan) -> str:
     if plan.cost_dollars is not None:
         cost = f"${plan.cost_dollars:,.2f}"
         price = f"${gpu.dollars_per_hour:.2f} an hour{each}, a typical price of {PRICES_AS_OF}"
-    batches = f"× {plan.micro_steps:,} micro-step{'s' if plan.micro_steps > 1 else ''}{each}; "
+    batches = f"× {plan.grad_accum_steps:,} micro-batch{'es' if plan.grad_accum_steps > 1 else ''}{each}; "
     if plan.largest_batch_recompute:
         batches += f"{plan.largest_batch} would fit, {plan.largest_batch_recompute} with recompute"
     else:

@@ -30,7 +30,7 @@ class TrainingPlan:
     gpu: Gpu
     gpus: int
     device_batch: int  # rows of one micro-batch on one GPU
-    micro_steps: int  # micro-batches that each GPU accumulates in one step
+    grad_accum_steps: int  # micro-batches that each GPU accumulates in one step
     recompute: bool
     fits: bool
     largest_batch: int  # rows that fit, a power of two; 0 when not even one does
@@ -114,7 +114,7 @@ def make_plan(
         gpu,
         gpus,
         device_batch=chosen,
-        micro_steps=-(-rows_per_gpu // chosen),
+        grad_accum_steps=-(-rows_per_gpu // chosen),
         recompute=recompute,
         fits=chosen <= largest,
         largest_batch=without,

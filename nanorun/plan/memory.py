@@ -135,7 +135,7 @@ def _activation_bytes(model: ModelConfig, item: int, recipe: Recipe, fp8: Fp8) -
         stream, normed = 2 * dim, 0
         fp8_bytes += dim
         queries_keys_values = dim + 2 * kv_dim  # rotated in place
-        values = 0 if recipe.sparse_tables else values
+        values = 0 if recipe.inplace_embedding_grads else values
     layer = item * (stream + normed + attention_out + queries_keys_values + hidden) + fp8_bytes
     layer += 4 * (2 * model.heads + model.kv_heads + 2)  # fp32: attention's log-sum-exp, the norms' scales
     around = 3 * dim * item  # the embedding, its norm, the last norm's input

@@ -27,7 +27,8 @@ from starlette.responses import FileResponse, Response
 
 from nanorun import __version__
 from nanorun.errors import UserError
-from nanorun.infer import request as infer
+from nanorun.infer.request import Request as EngineRequest
+from nanorun.infer.request import Sampling
 from nanorun.serve.engines import Dispatcher, RemoteModel
 from nanorun.serve.errors import ApiError, ErrorObject, from_validation
 from nanorun.serve.metrics import CONTENT_TYPE, Metrics
@@ -140,16 +141,16 @@ class Service:
         if prompts * samples > max_samples:
             message = f"Too many answers: {prompts * samples} (at most {max_samples} per request)."
             raise ApiError(400, message, "invalid_value", "n")
-        events = self.dispatcher.admit(prompts * samples)
+        stream = self.dispatcher.admit(prompts * samples)
         try:
             encoded, left_out = encode() if characters <= SHORT else await run_sync(encode)
             common |= {"stop": body.stops, "samples": samples, "stream": bool(body.stream)}
             sampling = self._sampling(body)
-            requests = [infer.Request(prompt, sampling, **common) for prompt in encoded]
+            requests = [EngineRequest(prompt, sampling, **common) for prompt in encoded]
             model = {"model": self.model.name, "system_fingerprint": self.fingerprint}
             response = CompletionResponse(
                 requests,
-                events,
+                stream,
                 self.limits,
                 self.metrics,
                 self.model.tokenizer,
@@ -158,10 +159,10 @@ class Service:
                 include_usage=body.wants_usage,
             )
         except UserError as error:
-            events.close()
+            stream.close()
             raise ApiError(400, str(error), "invalid_value") from error
         except BaseException:
-            events.close()
+            stream.close()
             raise
         if left_out:
             response.headers[LEFT_OUT] = str(left_out)
@@ -201,12 +202,12 @@ class Service:
         limit = self.limits.tokens
         return wanted if limit is None else min(wanted or limit, limit)
 
-    def _sampling(self, body: Generation) -> infer.Sampling:
+    def _sampling(self, body: Generation) -> Sampling:
         values = vars(self.options.sampling).copy()
         values |= {name: value for name in values if (value := getattr(body, name)) is not None}
         if values["top_p"] == 0:  # OpenAI: the most likely token
             values["top_p"], values["temperature"] = 1.0, 0.0
-        return infer.Sampling(**values)
+        return Sampling(**values)
 
 
 def build_app(service: Service, web: Path = WEB) -> FastAPI:

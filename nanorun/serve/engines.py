@@ -95,7 +95,8 @@ class RemoteEngine:
         self._reading = asyncio.create_task(self._read(reader))
 
     def submit(self, request: Request, listener: Listener) -> int:
-        """Starts a request and returns its key. Runs in the event loop, and so does the listener."""
+        """Sends a request to the engine process and returns its key, which `cancel` takes. `_read` passes its events to
+        the listener, in the event loop."""
         request.check(self.context, self.vocab_size, has_text=True)
         if self.broken:
             raise engine_failed()
@@ -214,7 +215,7 @@ class Dispatcher:
         self.loads = [0] * len(engines)  # samples that each engine has reserved
 
     def admit(self, samples: int) -> "ResponseStream":
-        """Reserves capacity for these samples on the engine with the least load."""
+        """Reserves capacity for these samples on the engine with the least load; an `ApiError` where there is none."""
         if self.draining:
             raise ApiError(
                 503, "The server is shutting down.", "shutting_down", headers={"Retry-After": "10"}

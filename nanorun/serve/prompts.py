@@ -26,7 +26,7 @@ class PromptEncoder:
         self, messages: Sequence[Message], truncate: bool, max_tokens: int | None
     ) -> tuple[list[list[int]], int]:
         """Returns the prompt, and how many of the oldest messages were left out."""
-        turns = _turns(messages)
+        turns = _turns(messages)  # [system], user, assistant, ..., user, as text/chat.py wants them
         kept = turns
         if truncate:  # the system message and the newest one are never left out
             kept = [turn for turn in turns if turn is turns[-1] or turn["role"] == "system"]

@@ -39,7 +39,7 @@ class CompletionResponse(Response):
     def __init__(
         self,
         requests: Sequence[Request],  # one per prompt; they differ only in the prompt
-        events: ResponseStream,
+        response_stream: ResponseStream,
         limits: RequestLimits,
         metrics: Metrics,
         tokenizer: Tokenizer,
@@ -48,7 +48,8 @@ class CompletionResponse(Response):
         chat: bool,
         include_usage: bool,  # at the end of a stream
     ) -> None:
-        self._requests, self._events, self._limits, self._metrics = requests, events, limits, metrics
+        self._requests, self._response_stream = requests, response_stream
+        self._limits, self._metrics = limits, metrics
         self._tokenizer, self._chat, self._include_usage = tokenizer, chat, include_usage
         self._stream, self._samples = requests[0].stream, requests[0].samples
         super().__init__(media_type="text/event-stream" if self._stream else "application/json")
@@ -66,7 +67,7 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._limits.answer_s):
-                self._events.submit(self._requests)
+                self._response_stream.submit(self._requests)
                 write = self._write_stream(send) if self._stream else self._write_object(send)
                 self._metrics.disconnects += await _disconnected_during(write, receive)
         except TimeoutError:
@@ -82,13 +83,13 @@ class CompletionResponse(Response):
             log.exception("A response failed.")
             await self._fail(internal_error(), scope, receive, send)
         finally:
-            self._events.close()
-            self._metrics.duration.add(time.perf_counter() - self._events.start_time)
+            self._response_stream.close()
+            self._metrics.duration.add(time.perf_counter() - self._response_stream.start_time)
 
     async def _write_object(self, send: Send) -> None:
         choices: list[Any] = [None] * len(self._replies)
         while None in self._replies:
-            for index, event in (await self._events.next_events(KEEP_ALIVE_S)).items():
+            for index, event in (await self._response_stream.next_events(KEEP_ALIVE_S)).items():
                 self._replies[index] = event.reply
                 choices[index] = self._choice(index, event)
         body = _encoder.encode({**self._fields, "choices": choices, "usage": self._usage()}).encode()
@@ -103,7 +104,7 @@ class CompletionResponse(Response):
         role = {"role": "assistant", "content": ""}
         chunks = [_chunk(index, role) for index in range(len(self._replies))] if self._chat else []
         while None in self._replies:
-            events = await self._events.next_events(KEEP_ALIVE_S if self._started else FIRST_WRITE_S)
+            events = await self._response_stream.next_events(KEEP_ALIVE_S if self._started else FIRST_WRITE_S)
             for index, event in events.items():
                 self._replies[index] = event.reply
                 chunks += self._chunks(index, event)
@@ -155,7 +156,7 @@ class CompletionResponse(Response):
         if self._chat:
             content = [
                 {
-                    **self._token(token_id, logprobs.model),
+                    **self._token(token_id, logprobs.under_model),
                     "top_logprobs": [self._token(*other) for other in logprobs.top],
                 }
                 for token_id, logprobs in event.logprobs
@@ -168,7 +169,7 @@ class CompletionResponse(Response):
             self._text_offsets[index] += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [logprobs.model for _, logprobs in event.logprobs],
+            "token_logprobs": [logprobs.under_model for _, logprobs in event.logprobs],
             "top_logprobs": [{decode([i]): value for i, value in of.top} for _, of in event.logprobs],
             "text_offset": offsets,
         }
@@ -193,6 +194,8 @@ class CompletionResponse(Response):
     # -- sending -------------------------------------------------------------------------------------
 
     async def _send(self, send: Send, body: bytes, *, last: bool) -> None:
+        """Writes a part of the body, before the first one the status and headers. A client that does not read it within
+        `stall_s` raises `_ClientStalled`."""
         try:
             async with asyncio.timeout(self._limits.stall_s):
                 if not self._started:

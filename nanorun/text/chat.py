@@ -9,7 +9,7 @@ An answer can run code: the code is between <|python_start|> and <|python_end|>,
 answer, and 0 for everything the model does not generate: user messages, tool output, and <|assistant_start|>.
 
 A system message has no token of its own: it is prepended to the first user message, with an empty line between.
-Messages are never cut. One that does not fit is dropped whole, with a warning.
+Messages are never cut. One that does not fit is dropped whole: `render` warns, `fit_prompt` returns the number.
 """
 
 import codecs
@@ -198,6 +198,8 @@ def join_pieces(pieces: Iterable[Piece]) -> list[Part]:
 def _render_message(
     message: Mapping[str, Any], tokenizer: Tokenizer, system: str | None
 ) -> tuple[list[int], list[int]]:
+    """The tokens and the loss mask of one message, from its start token to its end token; the system text, if any,
+    precedes that of a user message."""
     special = tokenizer.special
     parts = _parts(message["content"])
     if message["role"] == "user":

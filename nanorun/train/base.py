@@ -51,7 +51,7 @@ class BaseOptions:
     backend: Backend = "auto"
     dtype: Dtype = "auto"
     compile: bool = True  # on CUDA
-    graphs: bool = True  # with it: micro-steps replayed as a CUDA graph
+    graphs: bool = True  # with it: micro-batches replayed as a CUDA graph
     recipe: Recipe | None = None  # None: the checkpoint's, or the default
     deterministic: bool = False
     track: TrackerName | None = None
@@ -272,7 +272,7 @@ def assemble(
         bpb_evaluator(material.val, config.model, tokenizer, plain, device, rows, config.train.eval_tokens),
         device,
         exam=material.exam,
-        micro_steps=per_step // rows,
+        grad_accum_steps=per_step // rows,
         peak_flops=gpu.bf16_tflops * 1e12 if gpu is not None else None,
         loss_scaler=LossScaler(dtype == torch.float16),
         tracker=Tracker(options.track, run.name, config.to_dict()) if options.track else None,
@@ -380,7 +380,7 @@ def summarize(t: loop.Training) -> dict[str, Any]:
         "tokens_per_s": speeds[len(speeds) // 2],
         "mfu": steps[-1]["mfu"],
         "fp8": t.recipe.fp8,
-        "products": "quack" if t.recipe.uses_quack else "torch",
+        "gemm_library": "quack" if t.recipe.uses_quack else "torch",
     }
 
 

@@ -36,7 +36,7 @@ class GraphedMicroStep:
         self.can_capture = True
         self.inputs: list[Tensor] = []  # the static buffers that the graph reads
         self.loss = torch.empty(0)
-        self.share, self.scale = (torch.ones((), device=parameters[0].device) for _ in range(2))
+        self.inv_trained_tokens, self.scale = (torch.ones((), device=parameters[0].device) for _ in range(2))
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -49,7 +49,7 @@ class GraphedMicroStep:
         The graph multiplies by 1/`trained_tokens`, a tensor. On CUDA torch divides by a number in the same way.
         """
         inputs = [x.contiguous() for x in (tokens, targets, docs) if x is not None]
-        self.share.fill_(1 / trained_tokens)
+        self.inv_trained_tokens.fill_(1 / trained_tokens)
         self.scale.fill_(loss_scale)
         if self.graph is not None and self.key != graph_key(self.model):
             self.graph, self.eager_steps = None, 0
@@ -58,7 +58,7 @@ class GraphedMicroStep:
             try:
                 # thread_local: the loader's thread may pin memory meanwhile
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    loss = self.forward(*self.inputs) * self.share
+                    loss = self.forward(*self.inputs) * self.inv_trained_tokens
                     (loss * self.scale).backward()
                     self.loss = loss.detach()
             except torch.OutOfMemoryError:
@@ -66,14 +66,14 @@ class GraphedMicroStep:
             except RuntimeError as error:
                 self.can_capture = False
                 # A failed capture leaves torch's random generator waiting for its end.
-                generator = torch.cuda.default_generators[self.share.device.index or 0]
+                generator = torch.cuda.default_generators[self.inv_trained_tokens.device.index or 0]
                 generator.graphsafe_set_state(generator.clone_state())
                 say(f"training without a CUDA graph, capturing failed: {str(error).splitlines()[0]}")
             else:
                 self.graph, self.key = graph, graph_key(self.model)
         if self.graph is None or [x.shape for x in inputs] != [x.shape for x in self.inputs]:
             self.eager_steps += 1
-            loss = self.forward(*inputs) * self.share
+            loss = self.forward(*inputs) * self.inv_trained_tokens
             (loss * self.scale).backward()
             return loss.detach()
         for static, new in zip(self.inputs, inputs, strict=True):

@@ -5,8 +5,8 @@
 
 The loss of a step is the sum over its tokens divided by the number of trained tokens of the whole step, over all
 micro-batches and ranks, so splitting the step differently changes nothing. The host waits for the device once a step,
-for its loss and gradient norm: whether the update is applied is decided on the device, by limits that the guard sets
-before.
+for its loss and gradient norm: whether the update is applied is decided on the device, by limits that the guard
+derives from earlier steps.
 
 Reinforcement learning has a step of its own (rl.py), which ends in the same `update`; the loop is this one.
 """
@@ -26,7 +26,7 @@ from nanorun.config import Config
 from nanorun.console import Progress, say
 from nanorun.data.loader import Batch, to_device
 from nanorun.model.fast.path import FastPath
-from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe
+from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe, current_names
 from nanorun.model.gpt import GPT
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
@@ -79,7 +79,7 @@ class Training:
     evaluate: Callable[[], Evaluation]
     device: torch.device
     exam: Exam | None = None
-    micro_steps: int = 1  # batches of the loader that make one step
+    grad_accum_steps: int = 1  # micro-batches of a step
     peak_flops: float | None = None  # of the device, for MFU
     guard: TrainingGuard = field(default_factory=TrainingGuard)
     loss_scaler: LossScaler = field(default_factory=lambda: LossScaler(False))
@@ -113,9 +113,7 @@ class Step:
     loss: float
     norm: float
     tokens: int  # trained on
-    inputs: (
-        int  # tokens that the model read, trained or not (padding, user messages): throughput counts these
-    )
+    input_tokens: int  # trained or not (padding, user messages): throughput counts these
     seconds: float
     waited: float  # of them, for data
     verdict: StepVerdict
@@ -128,7 +126,7 @@ class OutOfData(Exception):
     """All epochs are done."""
 
 
-class Abandoned(Exception):
+class StepInterrupted(Exception):
     """The step was interrupted by a stop request. It has no effect and will run again from its start."""
 
 
@@ -136,7 +134,7 @@ def train_step(t: Training) -> Step:
     """One step. Where epochs are counted, the last step may be a short one."""
     start = time.perf_counter()
     hyperparameters = schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
-    batches: list[Batch] = list(islice(t.loader, t.micro_steps))
+    batches: list[Batch] = list(islice(t.loader, t.grad_accum_steps))
     if not batches:
         raise OutOfData
     trained = sum(batch.trained_tokens for batch in batches)
@@ -145,7 +143,7 @@ def train_step(t: Training) -> Step:
     total = torch.zeros((), device=t.device)
     for batch in batches:
         if t.should_stop():
-            raise Abandoned
+            raise StepInterrupted
         tokens, targets, docs = to_device(batch, t.device, t.config.model.document_mask)
         if t.graphed is not None:  # the two lines below, captured as a CUDA graph
             loss = t.graphed(tokens, targets, docs, trained, t.loss_scaler.scale)
@@ -164,7 +162,7 @@ def train_step(t: Training) -> Step:
         loss=loss_now,
         norm=norm_now,
         tokens=trained,
-        inputs=sum(batch.inputs.numel() for batch in batches),
+        input_tokens=sum(batch.inputs.numel() for batch in batches),
         seconds=seconds,
         waited=waited,
         verdict=verdict,
@@ -180,7 +178,7 @@ def update(
     largest_loss, largest_norm = t.guard.limits()
     t.optimizer.step(hyperparameters, apply_update=(loss <= largest_loss) & (norm <= largest_norm))
     t.optimizer.zero_grad(keep_buffers=t.graphed is not None)
-    if t.fast is not None:  # after zero_grad, which may drop the gradient buffers that this attaches again
+    if t.fast is not None:  # after zero_grad, which drops its gradient buffers unless a CUDA graph keeps them
         t.fast.refresh()
 
     loss_now, norm_now = torch.stack([loss.float(), norm.float()]).tolist()
@@ -211,16 +209,16 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
         while t.step < train.steps and not stop.requested:
             try:
                 step = take_step(t)
-            except Abandoned:
+            except StepInterrupted:
                 break
             except OutOfData:  # a rollback repeated steps, and data is never used twice
                 save(t)
                 log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
             t.log(step_record(t, step))
-            advanced = 1 if t.unit == "step" else 0 if by_micro_batch else step.inputs
+            advanced = 1 if t.unit == "step" else 0 if by_micro_batch else step.input_tokens
             bar.advance(advanced, step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
-            if warning := t.throughput.record(step.inputs, step.seconds, step.waited):
+            if warning := t.throughput.record(step.input_tokens, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
@@ -242,7 +240,7 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
 
 
 def step_record(t: Training, step: Step) -> dict[str, Any]:
-    speed = step.inputs / step.seconds
+    speed = step.input_tokens / step.seconds
     mfu = t.config.model.flops_per_token * speed / t.peak_flops if t.peak_flops else None
     memory = torch.cuda.max_memory_allocated(t.device) if t.device.type == "cuda" else None
     return {
@@ -254,7 +252,7 @@ def step_record(t: Training, step: Step) -> dict[str, Any]:
         "tokens_per_s": round(speed, 1),
         "mfu": mfu,
         "memory_gib": memory and memory / 2**30,
-        "lr": step.lr_scale,
+        "lr_scale": step.lr_scale,
         "grad_norm": step.norm,
         "data_wait_s": round(step.waited, 4),
         "skipped": step.verdict != "ok",
@@ -335,7 +333,7 @@ def numerics(t: Training) -> dict[str, str]:
 
 def warn_about_numerics(t: Training, state: Mapping[str, Any]) -> None:
     """Logs when a resumed run computes otherwise than its checkpoint did: the losses are then not bit-identical."""
-    before = state.get("numerics", state.get("means", {})) | state.get("recipe", {})
+    before = state.get("numerics", state.get("means", {})) | current_names(state.get("recipe", {}))
     now = numerics(t) | t.recipe.to_dict()
     changed = [
         f"{name} was {before[name]} and is {now[name]}"
@@ -355,7 +353,7 @@ def recorded_recipe(found: checkpoint.Checkpoint) -> Recipe:
 
 def load_weights(t: Training, found: checkpoint.Checkpoint, with_optimizer: bool = True) -> None:
     t.model.load_state_dict(found.model)
-    if t.fast is not None:  # after zero_grad, which may drop the gradient buffers that this attaches again
+    if t.fast is not None:  # its FP8 copies are of the old weights
         t.fast.refresh()
     if with_optimizer:
         t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})

@@ -177,7 +177,7 @@ def rl_step(t: loop.Training, rl: RLConfig, reference: GPT | None) -> loop.Step:
         loss=loss,
         norm=norm,
         tokens=sampled_tokens,
-        inputs=sampled_tokens,
+        input_tokens=sampled_tokens,
         seconds=seconds,
         waited=sampling_seconds,
         verdict=verdict,

@@ -210,5 +210,5 @@ class RolloutSource:
 def _rollout(prompt: list[int], reply: Reply, reward: float, advantage: float) -> Rollout:
     assert reply.logprobs is not None
     is_sampled = [not forced for forced in reply.forced]
-    logprobs = [each.sampled for each in reply.logprobs]
+    logprobs = [each.under_sampling for each in reply.logprobs]
     return Rollout(prompt, reply.ids, is_sampled, logprobs, reward, advantage, reply.finish == "stop")

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanorun.config import IGNORE
 from nanorun.console import Progress
 from nanorun.data import sources
 from nanorun.data.add import write_dataset
 from nanorun.data.bins import BinWriter, tokenize_dataset
 from nanorun.data.dataset import Dataset
-from nanorun.data.loader import IGNORE, Batch, Loader
+from nanorun.data.loader import Batch, Loader
 from nanorun.data.rows import RowOrder, count_rows, shuffled
 from nanorun.data.sources import BinSource, ConversationSource, open_source
 from nanorun.errors import UserError

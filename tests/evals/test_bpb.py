@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanorun.config import IGNORE
 from nanorun.data.bins import BinWriter
-from nanorun.data.loader import IGNORE, Loader
+from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import BinSource
 from nanorun.errors import UserError
 from nanorun.evals.bpb import evaluate_bpb
-from nanorun.model.loss import IGNORE as LOSS_IGNORE
 from nanorun.text.tokenizer import train_tokenizer
 
 BOS = 500
@@ -48,10 +48,6 @@ def loss_by_token(batch) -> Tensor:
     """A loss that depends on the target alone, and nonsense where there is none."""
     loss = 0.5 + (batch.targets * 37 % 101) / 50
     return torch.where(batch.targets == IGNORE, float("nan"), loss)
-
-
-def test_loss_and_loader_ignore_the_same_targets():
-    assert LOSS_IGNORE == IGNORE
 
 
 def test_a_small_case_matches_a_manual_calculation():

@@ -216,7 +216,7 @@ def trained(steps, **changes):
     config = scale_model(4, 1000, context=512, dim=256, heads=2, kv_heads=2, short_window=128)
     backends = choose_backends(config, CUDA)
     model = build(config, CUDA, torch.bfloat16, backends, seed=3)
-    recipe = Recipe(**{"fp8": "none", "sparse_tables": False, **changes})
+    recipe = Recipe(**{"fp8": "none", "inplace_embedding_grads": False, **changes})
     path = FastPath(model, resolve(recipe, config, CUDA, torch.bfloat16))
     forward = compiled(path)
     optim = replace(OptimConfig(), warmup_steps=5)
@@ -241,12 +241,12 @@ def trained(steps, **changes):
 
 
 def test_two_hundred_steps_of_the_fast_path_reduce_the_loss_and_compile_nothing_after_ten():
-    losses, early, late = trained(200, fp8="all", sparse_tables=True)
+    losses, early, late = trained(200, fp8="all", inplace_embedding_grads=True)
     assert early == late > 0
     assert losses[-1] < losses[0] - 2
 
 
-@pytest.mark.parametrize("changes", [{"fp8": "all"}, {"sparse_tables": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"fp8": "all"}, {"inplace_embedding_grads": True}], ids=str)
 def test_each_part_of_the_recipe_trains_as_bf16_does(changes):
     fast, plain = trained(30, **changes)[0], trained(30)[0]
     # Only the first steps: then rounding is amplified (Adam makes full steps of gradients that are zero at first).

@@ -237,7 +237,7 @@ def test_a_tool_interrupts_and_its_answer_is_forced(parrot, tokenizer, async_sch
     assert reply.forced[at : at + 4] == [True] * 4
     assert sum(reply.forced) % 4 == 0
     assert len(reply.ids) - sum(reply.forced) == 40
-    assert [lp.model for lp in reply.logprobs][at : at + 4] == [0.0] * 4
+    assert [lp.under_model for lp in reply.logprobs][at : at + 4] == [0.0] * 4
     assert "".join(event.text for event in events) == reply.text
     assert next(event.ids for event in events if ord("<") in event.ids) == tuple(b"<42>"), (
         "an event of its own"

@@ -127,7 +127,12 @@ def built(config, recipe=PLAIN_RECIPE):
 
 def recipe_with(**changes):
     """FP8 without quack and without gradients that accumulate in place, unless changed."""
-    usual = {"pingpong": False, "fused_relu2": False, "fused_residual": False, "sparse_tables": False}
+    usual = {
+        "pingpong": False,
+        "fused_relu2": False,
+        "fused_residual": False,
+        "inplace_embedding_grads": False,
+    }
     return consistent(Recipe(**{"fp8": "all", **usual, **changes}))
 
 
@@ -168,10 +173,11 @@ def test_fp8_weights_follow_the_weights_when_refreshed():
 
 
 @pytest.mark.parametrize(
-    "recipe", [recipe_with(sparse_tables=True), recipe_with(fp8="none", sparse_tables=True)]
+    "recipe",
+    [recipe_with(inplace_embedding_grads=True), recipe_with(fp8="none", inplace_embedding_grads=True)],
 )
 def test_gradients_of_tables_that_accumulate_in_place_are_those_of_autograd_and_restart_at_zero(recipe):
-    paths = [built(small(), replace(recipe, sparse_tables=way)) for way in (False, True)]
+    paths = [built(small(), replace(recipe, inplace_embedding_grads=way)) for way in (False, True)]
     for path in paths:
         for _ in range(2):
             path(*rows_of_text()).backward()

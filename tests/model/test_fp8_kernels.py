@@ -6,8 +6,7 @@ import pytest
 import torch
 from near import normed, relative_error
 
-from nanorun.config import NORM_EPSILON
-from nanorun.model.loss import IGNORE
+from nanorun.config import IGNORE, NORM_EPSILON
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from nanorun.model.fast.half_blocks import Fp8Weight

@@ -14,8 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanorun.config import IGNORE
 from nanorun.model import loss as module
-from nanorun.model.loss import IGNORE, chunked_loss, plain_loss
+from nanorun.model.loss import chunked_loss, plain_loss
 
 
 def draw(

@@ -64,3 +64,9 @@ def test_a_recorded_recipe_reads_back_and_unknown_fields_are_dropped():
     recipe = Recipe(fp8="mlp", recompute=True)
     assert Recipe.from_dict({**recipe.to_dict(), "from_the_future": 1}) == recipe
     assert Recipe.from_dict({}) == recipes.DEFAULT_RECIPE
+
+
+def test_a_recipe_recorded_before_a_field_was_renamed_is_read():
+    record = Recipe(inplace_embedding_grads=False).to_dict()
+    record["sparse_tables"] = record.pop("inplace_embedding_grads")
+    assert Recipe.from_dict(record) == Recipe(inplace_embedding_grads=False)

@@ -12,7 +12,7 @@ from nanorun.config import OptimConfig
 from nanorun.optim import groups
 from nanorun.optim.adamw import EPSILON
 from nanorun.optim.groups import ParameterGroup, group_parameters
-from nanorun.optim.muon import MuonUnit, muon_update, orthogonalize
+from nanorun.optim.muon import MuonGroup, muon_update, orthogonalize
 from nanorun.optim.optimizer import Optimizer
 from nanorun.optim.schedules import ScheduledHyperparameters, scheduled_hyperparameters
 
@@ -79,7 +79,7 @@ def test_a_stack_of_matrices_follows_the_plain_loop(variant, shape):
     schedule = [scheduled_hyperparameters(step, 8, replace(config, warmup_steps=3)) for step in range(8)]
     matrices = [nn.Parameter(start.clone()) for start in starts]
     optimizer = matrix_optimizer(matrices, config)
-    assert len(optimizer.units) == 1
+    assert len(optimizer.update_groups) == 1
     for grads, now in zip(gradients, schedule, strict=True):
         for matrix, grad in zip(matrices, grads, strict=True):
             matrix.grad = grad.clone()
@@ -115,7 +115,7 @@ def test_a_stack_moves_as_its_matrices_would_alone():
     matrices = [name for name in together if ".mlp." in name or ".attention.q" in name]
     stacked = matrix_optimizer([together[name] for name in matrices], CONFIG)
     singles = [matrix_optimizer([alone[name]], CONFIG) for name in matrices]
-    assert len(stacked.units) == 3  # up, down, q
+    assert len(stacked.update_groups) == 3  # up, down, q
     for step in range(4):
         set_gradients(together, step)
         set_gradients(alone, step)
@@ -130,8 +130,8 @@ def test_large_matrices_are_updated_a_few_at_a_time_to_the_same_effect(monkeypat
     at_once = build(whole)
     monkeypatch.setattr(groups, "STACK_BYTES", 512)  # four of k and v, two of q and out, one of the MLP
     a_few = build(parted)
-    lengths = [len(unit.group.params) for unit in a_few.units if isinstance(unit, MuonUnit)]
-    assert sum(lengths) == sum(len(u.group.params) for u in at_once.units if isinstance(u, MuonUnit))
+    lengths = [len(unit.group.params) for unit in a_few.update_groups if isinstance(unit, MuonGroup)]
+    assert sum(lengths) == sum(len(u.group.params) for u in at_once.update_groups if isinstance(u, MuonGroup))
     assert set(lengths) == {1, 2, 4}
     train(whole, at_once, 0, 4)
     train(parted, a_few, 0, 4)
@@ -153,7 +153,11 @@ def test_large_tables_are_updated_one_by_one_to_the_same_effect(monkeypatch):
     at_once = optimizer(whole)
     monkeypatch.setattr(groups, "LARGE_NUMEL", 60)
     one_by_one = optimizer(parted)
-    assert [unit.group.names for unit in one_by_one.units] == [("first",), ("second",), ("gate", "bias")]
+    assert [unit.group.names for unit in one_by_one.update_groups] == [
+        ("first",),
+        ("second",),
+        ("gate", "bias"),
+    ]
     train(whole, at_once, 0, 4)
     train(parted, one_by_one, 0, 4)
     assert all(torch.equal(whole[name], parted[name]) for name in whole)

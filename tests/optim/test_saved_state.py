@@ -59,7 +59,7 @@ def test_the_state_is_by_parameter_and_fits_other_stacks():
     optimizer = build(params)
     train(params, optimizer, 0, 3)
     reordered = build(dict(reversed(other.items())))
-    assert optimizer.units[0].group.names != reordered.units[0].group.names
+    assert optimizer.update_groups[0].group.names != reordered.update_groups[0].group.names
     for name, param in other.items():
         param.data.copy_(params[name])
     state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}

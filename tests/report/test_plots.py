@@ -26,7 +26,7 @@ def metrics(steps: int = 200, batch: int = 524_288, floor: float = 3.0) -> list[
                 "seconds": float(step),
                 "tokens_per_s": 500_000.0,
                 "mfu": 0.4,
-                "lr": min(1.0, step / 40),
+                "lr_scale": min(1.0, step / 40),
                 "grad_norm": 0.5,
             }
         )

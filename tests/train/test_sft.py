@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from spike import Spike
 
 from nanorun import checkpoint
-from nanorun.config import Config, OptimConfig, TrainConfig, scale_model
+from nanorun.config import IGNORE, Config, OptimConfig, TrainConfig, scale_model
 from nanorun.data.conversations import render_all
 from nanorun.data.get import make_sample
-from nanorun.data.loader import IGNORE, Loader
+from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sample.letters import COMMON
 from nanorun.data.vocabulary import train_on
@@ -200,7 +200,7 @@ def assembled(world: Path, name: str, **changes) -> loop.Training:
 def test_the_loss_is_the_mean_over_the_steps_trained_tokens_and_the_users_do_not_count(world):
     t, other = assembled(world, "mean"), assembled(world, "mean-other")
     with t.loader, t.run, other.loader, other.run:
-        batches = [next(other.loader) for _ in range(other.micro_steps)]
+        batches = [next(other.loader) for _ in range(other.grad_accum_steps)]
         total, count = 0.0, 0
         for batch in batches:
             logits = other.model.logits(batch.inputs).double()
@@ -239,7 +239,7 @@ def test_a_small_mixture_gets_a_smaller_batch_and_learning_rates_scaled_to_it(wo
 
 def test_learning_rates_are_constant_and_then_fall_linearly_to_zero(world):
     train_sft(choices(world, steps=20), BaseOptions(name="rates", fresh=True))
-    lrs = [r["lr"] for r in steps_of(world, "rates")]
+    lrs = [r["lr_scale"] for r in steps_of(world, "rates")]
     assert lrs[:11] == [1.0] * 11
     assert lrs[11:] == pytest.approx([1 - i / 10 for i in range(1, 10)])
 
@@ -296,7 +296,7 @@ def test_a_signal_saves_and_the_same_command_resumes(world):
 
 def test_after_a_rollback_the_epoch_ends_where_its_data_ends(world):
     t = assembled(world, "back")
-    t.forward = Spike(t.forward, {2 * t.micro_steps + i * t.micro_steps for i in range(5, 8)})
+    t.forward = Spike(t.forward, {2 * t.grad_accum_steps + i * t.grad_accum_steps for i in range(5, 8)})
     with t.loader, t.run:
         assert loop.train(t) is True
     assert t.step < t.config.train.steps, "steps were given back, and no data was used twice"

@@ -156,13 +156,13 @@ def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
     def stop_in_the_third_step() -> bool:
         nonlocal seen
         seen += 1
-        return seen == 2 * t.micro_steps + 2
+        return seen == 2 * t.grad_accum_steps + 2
 
     with t.loader, t.run:
         t.should_stop = stop_in_the_third_step
         loop.train_step(t)
         loop.train_step(t)
-        with pytest.raises(loop.Abandoned):
+        with pytest.raises(loop.StepInterrupted):
             loop.train_step(t)
         loop.save(t)
     summary = train_base(tiny(4), BaseOptions(name="asked", device_batch=2, samples=1))

@@ -12,6 +12,6 @@ kernels. A layer is therefore five kernels, with everything elementwise in their
 and each asks to be launched before the previous one has finished (programmatic dependent launch): it loads its
 weights into registers, then waits, so that memory is never idle between kernels.
 
-Kernels are functions of tensors, each with its PyTorch reference in the same file. `step.py` composes them; its
+Kernels are functions of tensors, each with its PyTorch reference in the same file. `decode.py` composes them; its
 reference is `forward.decode`, the plain model.
 """

@@ -131,7 +131,7 @@ class FastDecode:
         first_scale = weights.lambdas[0] + weights.mus[0]  # the first layer mixes x0 with itself
         embed(
             weights.embed, weights.smear, tokens, cache.tokens, slots, positions,
-            work.x0, x, first_scale, pdl=pdl,
+            work.x0, x, first_scale, signals_dependents=pdl,
         )  # fmt: skip
         if cublas:
             residual_norm(x, None, x, normed, pdl=pdl)

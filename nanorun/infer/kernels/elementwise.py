@@ -192,21 +192,23 @@ def embed(
     stream: Tensor,
     stream_scale: float,
     *,
-    pdl: bool = False,
+    signals_dependents: bool = False,
 ) -> None:
     """Writes x0, the embedding of each token with smear, and stream = stream_scale·x0, both (B, width).
 
     The norm of an embedding and the smear gate depend on the token alone, so they are tables, (vocabulary, width)
-    and (vocabulary, 1). The previous token is looked up in `history` (slots, L), a ring buffer like the caches,
-    where the kernel also writes the new one: a step can be repeated, or undone, without harm.
+    and (vocabulary, 1). The previous token is looked up in `history` (slots, context), the token ids of each slot,
+    where the kernel also writes the new one: a step can be repeated, or undone, without harm. (Positions are below the
+    context, so the modulo in the kernel never wraps.)
 
-    Never launched with PDL: all other kernels of the step rely on that.
+    Never launched with PDL itself: all other kernels of the step rely on that. With `signals_dependents` the next
+    kernel, which is, may begin early.
     """
     width = table.size(1)
     _embed[(tokens.size(0),)](
         table, tokens, history, slots, positions, smear, x0, stream, stream_scale,
         WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width), LENGTH=history.size(1),
-        SMEAR=smear is not None, PDL=pdl, num_warps=4,
+        SMEAR=smear is not None, PDL=signals_dependents, num_warps=4,
     )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ rules keep this correct here:
 - Before the wait a kernel only reads what no kernel of this step writes: weights, and what was on the device
   before the step (tokens, positions, the cache of earlier positions). The first kernel of a step is launched
   without PDL, so all of that is complete before any kernel of the step begins.
-- Every kernel of a step waits. The end of one then implies the end of all before it.
+- Every kernel of a step waits, but the first, which is launched without PDL. The end of one then implies the end of
+  all before it.
 """
 
 import importlib

@@ -303,7 +303,7 @@ def norm_qkv_rope(
     value_embedding: Sequence[Tensor] | None = None,  # gate_weight, table, table_grad, token_ids
 ) -> tuple[Tensor, ...]:
     """s, q, k, v and `gate_input`, as `NormQkvRope` describes them."""
-    options = (gate_channels, *heads, qkv8.pingpong, *(value_embedding or [None] * 4))
+    options = (gate_channels, *heads, qkv8.pingpong, *(value_embedding or (None,) * 4))
     s, *rest = _norm_qkv_rope(qkv8.tensors, *rope, *options, *stream, *weights)
     return s if stream.is_deferred else stream.x, *rest
 

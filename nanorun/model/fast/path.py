@@ -63,12 +63,8 @@ class FastPath(nn.Module):
         self.qkv8 = per_layer(config.dim + 2 * kv_dim, config.dim, False) if recipe.fp8_layers else None
         self.up8 = per_layer(hidden, config.dim) if recipe.fp8_mlp else None
         self.down8 = per_layer(config.dim, hidden) if recipe.fp8_mlp else None
-        self.head8 = (
-            Fp8Weight(config.padded_vocab, config.dim, with_max_norms=False, pingpong=pingpong)
-            if recipe.fp8_head
-            else None
-        )
-        for name, table in self._tables().items() if recipe.sparse_tables else ():
+        self.head8 = Fp8Weight(config.padded_vocab, config.dim, False, pingpong) if recipe.fp8_head else None
+        for name, table in self._tables().items() if recipe.inplace_embedding_grads else ():
             self.register_buffer(f"{name}_grad", torch.empty_like(table.weight), persistent=False)
         self.to(model.embed.weight.device)
         self.refresh()
@@ -77,7 +73,7 @@ class FastPath(nn.Module):
         """`GPT.forward`: the loss, in nats, summed over all targets but -1."""
         model, config, recipe = self.model, self.model.config, self.recipe
         cos, sin = (table.squeeze(-2) for table in model.rope(tokens, docs))
-        if recipe.sparse_tables:
+        if recipe.inplace_embedding_grads:
             table, grad = model.embed.weight, self._grad("embed")
             # table[tokens]; the backward pass adds the rows' gradients to `grad`
             rows = embedding_grad.embedding_lookup(table, grad, tokens, model.dtype)
@@ -139,19 +135,18 @@ class FastPath(nn.Module):
         attention, mlp = model.layers()[i].attention, model.layers()[i].mlp
         weights = [attention.q.weight, attention.k.weight, attention.v.weight]
         heads = (config.heads, config.kv_heads, config.qk_gain)
-        gate, value_embedding = attention.value_gate, None
+        gate, value_args = attention.value_gate, None
 
         if self.qkv8 is None or not recipe.fused_add_norm:
             stream = ResidualStream(stream.materialize())
         x = stream.x
         if self.qkv8 is not None:
-            if gate is not None and recipe.sparse_tables:  # the kernel adds the value embedding
+            if gate is not None and recipe.inplace_embedding_grads:  # the kernel adds the value embedding
                 table = self._tables()[f"values{i}"].weight
-                value_embedding = (gate.weight, table, self._grad(f"values{i}"), tokens.flatten())
+                value_args = (gate.weight, table, self._grad(f"values{i}"), tokens.flatten())
             channels, qkv8 = VALUE_GATE_CHANNELS if gate is not None else 0, self._fp8(self.qkv8, i)
-            x, *qkv, gate_input = norm_qkv_rope(
-                stream, qkv8, weights, (cos, sin), heads, channels, value_embedding
-            )
+            rope = (cos, sin)
+            x, *qkv, gate_input = norm_qkv_rope(stream, qkv8, weights, rope, heads, channels, value_args)
             q, k, v = (each.view(*tokens.shape, -1, config.head_dim) for each in qkv)
         else:
             n = norm(x)
@@ -159,31 +154,27 @@ class FastPath(nn.Module):
             projected = F.linear(n, torch.cat(weights).to(n.dtype)).view(*tokens.shape, -1)
             rotate = rope_norm.rope_norm if recipe.fused_rope else rope_norm_reference
             q, k, v = rotate(projected, cos, sin, *heads)
-        if gate is not None and value_embedding is None:
+        if gate is not None and value_args is None:
             v = self._add_values(i, v, 3 * torch.sigmoid(gate(gate_input)).view(*tokens.shape, -1), tokens)
         attended = model.batch_attention(i, q, k, v, docs).flatten(-2).flatten(0, 1)
-        if recipe.fused_residual:  # y = x + attended·outᵀ, from the epilogue of the output projection
-            y = gemm.gemm_bf16_residual(attended, attention.out.weight, x)
-            stream = ResidualStream(x, y, y_holds_sum=True)
-        else:
-            stream = ResidualStream(x, attention.out(attended))
+        out, fused = attention.out, recipe.fused_residual
+        # attended·outᵀ; fused: x + attended·outᵀ
+        y = gemm.gemm_bf16_residual(attended, out.weight, x) if fused else out(attended)
+        stream = ResidualStream(x, y, y_holds_sum=fused)
 
         if self.up8 is None or self.down8 is None or not recipe.fused_add_norm:
             stream = ResidualStream(stream.materialize())
         x = stream.x
         if self.up8 is None or self.down8 is None:
             return ResidualStream(x, mlp(norm(x)))
-        up8, down8, weights = (
-            self._fp8(self.up8, i),
-            self._fp8(self.down8, i),
-            (mlp.up.weight, mlp.down.weight),
-        )
+        up8, down8 = self._fp8(self.up8, i), self._fp8(self.down8, i)
+        weights = [mlp.up.weight, mlp.down.weight]
         return norm_mlp(stream, up8, down8, *weights, fused_relu2=recipe.fused_relu2, next_mix=next_mix)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantizes the weights anew, and zeroes the gradients that accumulate in place."""
-        for name, table in self._tables().items() if self.recipe.sparse_tables else ():
+        for name, table in self._tables().items() if self.recipe.inplace_embedding_grads else ():
             table.weight.grad = self._grad(name).zero_()
         for i, block in enumerate(self.model.layers()):
             attention, mlp = block.attention, block.mlp
@@ -207,7 +198,7 @@ class FastPath(nn.Module):
         """v (B, T, K, D) plus the tokens' rows of layer i's value embedding, weighted by gate (B, T, K)."""
         name = f"values{i}"
         table = self._tables()[name]
-        if not self.recipe.sparse_tables:
+        if not self.recipe.inplace_embedding_grads:
             return add_gated_rows(v, gate, table(tokens))
         return embedding_grad.add_gated_embedding(v, gate, table.weight, self._grad(name), tokens)
 

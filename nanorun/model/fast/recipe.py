@@ -18,6 +18,7 @@ from nanorun.errors import UserError
 # the logits too. auto: all, on a GPU and at a width where that was measured to pay.
 Fp8 = Literal["auto", "none", "mlp", "layers", "head", "all"]
 
+RENAMED = {"sparse_tables": "inplace_embedding_grads"}  # by the name in older checkpoints
 FP8_LEAST_DIM = 768  # narrower models were not measured to gain from FP8
 
 
@@ -30,7 +31,7 @@ class Recipe:
     fused_relu2: bool = True  # FP8 MLP on Hopper: ReLU² in the epilogue of the up projection
     fused_residual: bool = True  # FP8 layers on Hopper: residual additions in GEMM epilogues
     pingpong: bool = True  # FP8 on Hopper: GEMMs whose epilogues overlap with the next tile's main loop
-    sparse_tables: bool = True  # gradients of embedding tables accumulate row by row, in place
+    inplace_embedding_grads: bool = True  # gradients of embedding tables accumulate row by row, in place
     recompute: bool = False  # activations of a block are recomputed in the backward pass (any device)
 
     @property
@@ -48,7 +49,7 @@ class Recipe:
     @property
     def is_plain(self) -> bool:
         """Whether the plain model computes all of it."""
-        return self.fp8 == "none" and not (self.fused_rope or self.fused_loss or self.sparse_tables)
+        return self.fp8 == "none" and not (self.fused_rope or self.fused_loss or self.inplace_embedding_grads)
 
     @property
     def uses_quack(self) -> bool:
@@ -61,7 +62,12 @@ class Recipe:
     def from_dict(record: Mapping[str, Any]) -> "Recipe":
         """A recorded recipe; fields that this version does not know are dropped, those it lacks are defaults."""
         known = {field.name for field in fields(Recipe)}
-        return Recipe(**{name: value for name, value in record.items() if name in known})
+        return Recipe(**{name: value for name, value in current_names(record).items() if name in known})
+
+
+def current_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded recipe with the fields that were renamed since under their new names."""
+    return {RENAMED.get(name, name): value for name, value in record.items()}
 
 
 DEFAULT_RECIPE = Recipe()
@@ -73,7 +79,7 @@ PLAIN_RECIPE = Recipe(
     fused_relu2=False,
     fused_residual=False,
     pingpong=False,
-    sparse_tables=False,
+    inplace_embedding_grads=False,
 )
 
 

@@ -1,6 +1,6 @@
 """Embedding lookups whose gradients are accumulated in place."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ COLUMNS = 1024  # at most, for each program
 def embedding_lookup(table: Tensor, grad_buffer: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """table[token_ids], rows of (V, D), cast to `dtype`. The backward pass adds their gradients to `grad_buffer`, in
     place: grad_buffer[token_ids] += dy. Autograd itself gets no gradient of the table."""
-    rows: Tensor = _EmbeddingLookup.apply(table, grad_buffer, token_ids, dtype)
-    return rows
+    return cast(Tensor, _EmbeddingLookup.apply(table, grad_buffer, token_ids, dtype))
 
 
 class _EmbeddingLookup(torch.autograd.Function):
@@ -41,8 +40,7 @@ def add_gated_embedding(
 ) -> Tensor:
     """v (..., K, D) plus each token's row of (V, K·D) times gate (..., K); the gradients of the rows are added to
     `grad_buffer`."""
-    result: Tensor = _AddGatedEmbedding.apply(v, gate, table, grad_buffer, token_ids)
-    return result
+    return cast(Tensor, _AddGatedEmbedding.apply(v, gate, table, grad_buffer, token_ids))
 
 
 class _AddGatedEmbedding(torch.autograd.Function):

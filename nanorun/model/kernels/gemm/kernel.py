@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -235,8 +235,7 @@ gemm_fp8_residual.register_fake(lambda h, w, h_scale, w_scale, x, *mixing: torch
 def gemm_bf16_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual + x·wᵀ, (N, D) in bf16. The backward pass returns the gradients of x and weight, dy·w and dyᵀ·x, and
     none for `residual`, which gets its own from the next half-block (residual_norm)."""
-    result: Tensor = _GemmBf16Residual.apply(x, weight, residual)
-    return result
+    return cast(Tensor, _GemmBf16Residual.apply(x, weight, residual))
 
 
 class _GemmBf16Residual(torch.autograd.Function):

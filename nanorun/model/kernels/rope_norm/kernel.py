@@ -1,6 +1,6 @@
 """Rotary position embedding and QK norm, forward and backward."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ def rope_norm(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, gain: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as `reference.rope_norm`, with one kernel each for forward and backward."""
-    result: tuple[Tensor, Tensor, Tensor] = _RopeNorm.apply(qkv, cos, sin, heads, kv_heads, gain)
-    return result
+    return cast(tuple[Tensor, Tensor, Tensor], _RopeNorm.apply(qkv, cos, sin, heads, kv_heads, gain))
 
 
 class _RopeNorm(torch.autograd.Function):
