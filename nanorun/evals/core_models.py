@@ -55,7 +55,7 @@ class NanorunModel:
                 out = torch.cat([out, _attend_masked(q[:, prefix:], k, v, masks[window])], 1)
             return out.flatten(0, 1)
 
-        inputs = (x.flatten() for x in (tokens, previous_tokens, positions))
+        inputs = tokens.flatten(), previous_tokens.flatten(), positions.flatten()
         x = hidden_at(self.inference_model, *inputs, attend_prefix_and_branches)
         return self.inference_model.logits_of(x[_to_device(batch.logit_positions, self.device)])
 

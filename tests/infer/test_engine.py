@@ -92,7 +92,7 @@ def test_a_seed_gives_the_same_sample_whatever_is_beside_it(name):
             assert one.ids == other.ids, way
             for a, b in zip(one.logprobs, other.logprobs, strict=True):
                 assert a.under_sampling == pytest.approx(b.under_sampling, abs=1e-4)
-                assert a.model == pytest.approx(b.model, abs=1e-4)
+                assert a.under_model == pytest.approx(b.under_model, abs=1e-4)
                 assert [token for token, _ in a.top] == [token for token, _ in b.top]
 
 
