@@ -39,6 +39,7 @@ class BatchAttention:
         self.block_masks: dict[int, BlockMask] = {}  # by window, for rows of the length that was prepared
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, docs: Tensor | None = None) -> Tensor:
+        """`attend` of q (B, T, H, D) over k and v (B, T, K, D), by the layer's window and backend, to (B, T, H, D)."""
         window = min(self.windows[layer], q.size(1))
         return attend(q, k, v, window, self.backends[layer], docs, self.block_masks.get(self.windows[layer]))
 
