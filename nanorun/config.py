@@ -22,8 +22,8 @@ from nanorun.errors import UserError
 VOCAB_MULTIPLE = 64
 REFERENCE_BATCH = 2**19  # tokens; the learning rates below were tuned at this batch size ...
 REFERENCE_DEPTH = 12  # ... for a model of this depth
-# fp32's; named everywhere, since torch's default depends on dtype, device and version
 IGNORE = -1  # the target of a position that is not trained
+# fp32's; named everywhere, since torch's default depends on dtype, device and version
 NORM_EPSILON = 2.0**-23
 MAX_WEIGHT_DECAY = 1.0  # the scaling rule was fitted to real models and diverges for tiny ones
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum

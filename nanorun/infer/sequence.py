@@ -91,7 +91,7 @@ class SequenceState:
         seed: int,
         context: int,
         tokenizer: Tokenizer | None,
-        emit: Callable[[Event], None] | None,
+        listener: Callable[[Event], None] | None,
     ) -> None:
         self.request, self.sample, self.seed = request, sample, seed
         self.tokens = list(request.prompt)  # prompt and reply; the slot shares this list
@@ -102,7 +102,7 @@ class SequenceState:
         self.finish: Finish | None = None
         # Steps are launched ahead. Those launched before a tool call or the end have an older version.
         self.launch_version, self.steps_in_flight = 0, 0
-        self._listener, self._streams = emit, emit is not None and request.stream
+        self._listener, self._streams = listener, listener is not None and request.stream
         max_tokens = request.max_tokens or context
         self._context, self._remaining = context, min(max_tokens, context - self.prompt_length)
         special = tokenizer.special if tokenizer is not None else {}  # not text: a stop string may name one

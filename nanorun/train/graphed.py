@@ -6,9 +6,9 @@ H200 the host was the slower of the two: 695 thousand tokens a second, where the
 
 A graph is a list of kernels with the addresses they read and write. So inputs are copied to static buffers, gradients
 keep their buffers from step to step (zeroed, not freed), and weights must change in place, as all of ours do. What a
-graph has baked in besides is its `key`: shapes of the inputs, addresses of parameters and buffers, and the window of
-each layer. When the key changes, the graph is dropped and captured anew. Eager and replayed micro-batches compute the
-same bits.
+graph has baked in besides is its `key`: addresses of parameters, gradients and buffers, and the window and backend of
+each layer. When the key changes, the graph is dropped and captured anew. A micro-batch of another shape runs eagerly.
+Eager and replayed micro-batches compute the same bits.
 """
 
 from collections.abc import Callable, Hashable, Sequence

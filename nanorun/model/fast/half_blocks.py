@@ -11,10 +11,10 @@ over memory and the norm after it another. `ResidualStream` therefore describes 
 computing it. There are three cases:
 
     1. nothing to add                s is x
-    2. y is the pending summand      the kernel that norms and quantizes for the next half-block computes s on the way
-                                     (`fused_add_norm`)
+    2. y, or only x0, is pending     the kernel that norms and quantizes for the next half-block computes s on the way
+                                     (`fused_add_norm`): before the first block, and after the middle one
     3. y holds the sum               the GEMM that computes the summand has added it in its epilogue (`fused_residual`);
-                                     only the norm is left
+                                     only the norm is left. The default everywhere else
 
 Autograd differentiates s = λ·(x + y) + μ·x0 in all three: the next half-block returns the gradients of x, y, x0, λ and
 μ from one kernel (kernels/residual_norm), so that no sum of gradients is a pass of its own. So in case 3 the value of y
@@ -54,7 +54,7 @@ class ResidualStream(NamedTuple):
     """
 
     x: Tensor
-    y: Tensor | None = None  # what the last half-block adds to x
+    y: Tensor | None = None  # what the last half-block adds to x, or the sum
     x0: Tensor | None = None
     lambda_: Tensor | None = None  # one number
     mu: Tensor | None = None

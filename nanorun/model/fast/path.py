@@ -130,7 +130,7 @@ class FastPath(nn.Module):
         docs: Tensor | None,
         next_mix: NextMix | None,
     ) -> ResidualStream:
-        """Attention, then the MLP: each normalizes the stream, and returns it with what it adds."""
+        """Attention, then the MLP: each normalizes the stream, and returns it with what it adds, added or not."""
         model, config, recipe = self.model, self.model.config, self.recipe
         attention, mlp = model.layers()[i].attention, model.layers()[i].mlp
         weights = [attention.q.weight, attention.k.weight, attention.v.weight]
