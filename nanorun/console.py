@@ -5,15 +5,18 @@ remaining time; elsewhere (a pipe, a log file, CI) it prints a plain line every 
 """
 
 import os
+import shlex
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, Self
 
-Unit = Literal["B", "tok", "doc", "file", "step", "question"]
+Unit = Literal["B", "tok", "doc", "file", "step", "question", "reply"]
 _PLAIN_INTERVAL_S = 10.0
 _WINDOW_S, _MAX_SAMPLES = 60.0, 64  # the rate is measured over the last minute
 
@@ -21,6 +24,28 @@ _WINDOW_S, _MAX_SAMPLES = 60.0, 64  # the rate is measured over the last minute
 def say(text: str = "") -> None:
     """Prints a message on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def command(arguments: str) -> str:
+    """`nanorun ARGUMENTS` as it can be typed in the shell that started this process, for suggestions to the user."""
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:  # uv's PATH is not the shell's
+        return f"uv run nanorun {arguments}"
+    script = Path(sys.argv[0])
+    if script.parts[-2:] == ("nanorun", "__main__.py"):
+        names = [name for name in ("python", "python3") if shutil.which(name) == sys.executable]
+        return f"{(names or [_path(sys.executable)])[0]} -m nanorun {arguments}"
+    found = shutil.which("nanorun")
+    is_on_path = found is not None and script.exists() and os.path.samefile(found, script)
+    if script.name != "nanorun" or is_on_path:  # another name: of a program that imports nanorun
+        return f"nanorun {arguments}"
+    return f"{_path(sys.argv[0])} {arguments}"
+
+
+def _path(program: str) -> str:
+    """Relative to the current folder if the program is below it."""
+    relative = os.path.relpath(program)
+    shown = os.path.abspath(program) if relative.startswith("..") else relative
+    return shlex.quote(shown if os.sep in shown else os.path.join(".", shown))
 
 
 def count(n: float) -> str:

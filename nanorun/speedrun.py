@@ -18,7 +18,7 @@ from typing import Any
 
 from nanorun import home
 from nanorun.config import sample_preset
-from nanorun.console import say, seconds
+from nanorun.console import command, say, seconds
 from nanorun.data import sample, vocabulary
 from nanorun.data.get import make_sample
 from nanorun.data.vocabulary import SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB
@@ -264,11 +264,21 @@ def show(result: dict[str, Any]) -> str:
         "",
         "NEXT",
         "",
-        f"nanorun chat              talk to it, or: nanorun chat -p '{QUESTIONS[0]}'",
-        "nanorun serve             the same in a browser, and for programs",
-        "nanorun data add FILES    your own text; then nanorun tok train, nanorun train base --depth 4",
+        *_next_commands(),
     ]
     return "\n".join(lines)
+
+
+def _next_commands() -> list[str]:
+    own = f"your own text; then {command('tok train')}, {command('train base')} --depth 4"
+    uses = {
+        "chat": f"talk to it, or: {command('chat')} -p '{QUESTIONS[0]}'",
+        "serve": "the same in a browser, and for programs",
+        "runs": "what was trained, with scores",
+        "data add FILES": own,
+    }
+    width = max(len(command(verb)) for verb in uses) + 4
+    return [f"{command(verb):{width}}{use}" for verb, use in uses.items()]
 
 
 def exam_table(before: dict[str, Any], after: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nanorun.console import seconds, size
+from nanorun.console import command, seconds, size
 
 Record = Mapping[str, Any]
 
@@ -54,7 +54,7 @@ def trained_tokenizer(result: Record) -> str:
     return (
         f"tokenizer '{result['name']}': {result['vocab_size']:,} tokens from {size(source['bytes'])} of text in "
         f"{seconds(source['seconds'])} ({size(rate)}/s), in {result['folder']}\n"
-        f"next: nanorun tok eval --tokenizer {result['name']}"
+        f"next: {command('tok eval')} --tokenizer {result['name']}"
     )
 
 
@@ -197,9 +197,8 @@ def chat_table(result: Record) -> str:
         },
     )
     if result["chatcore"] is None:
-        last = (
-            f"no ChatCORE yet: run nanorun eval chat --judge {result['replies']} where a sandbox is available"
-        )
+        judge = command(f"eval chat --judge {result['replies']}")
+        last = f"no ChatCORE yet: run {judge} where a sandbox is available"
     else:
         error = result["chatcore_high"] - result["chatcore"]
         last = f"ChatCORE {result['chatcore']:.4f} ± {error:.4f} ({result['model']}, step {result['step']})"

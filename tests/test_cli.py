@@ -385,3 +385,35 @@ def test_importing_the_command_line_is_quick_and_has_no_side_effects(home):
     assert "torch" not in done.stdout
     assert "pyarrow" not in done.stdout
     assert list(home.iterdir()) == []
+
+
+def test_a_suggested_command_works_from_the_same_shell(home, tmp_path):
+    script = tmp_path / "venv" / "bin" / "nanorun"
+    script.parent.mkdir(parents=True)
+    script.write_text(f"#!{sys.executable}\nfrom nanorun.cli import main\nmain()\n")
+    script.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != "UV_RUN_RECURSION_DEPTH"}
+    env |= {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    on_path = {"PATH": f"{script.parent}:/usr/bin:/bin"}
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
+    for started, folder, extra, suggested in (
+        ("venv/bin/nanorun", tmp_path, {}, "venv/bin/nanorun"),  # as `make speedrun` starts it
+        (str(script), outside, {}, str(script)),
+        ("nanorun", tmp_path, on_path, "nanorun"),  # in an activated environment
+        (f"{sys.executable} -m nanorun", outside, {}, f"{sys.executable} -m nanorun"),
+        ("venv/bin/nanorun", tmp_path, {"UV_RUN_RECURSION_DEPTH": "1"}, "uv run nanorun"),
+    ):
+        done = subprocess.run(
+            f"{started} data ls", shell=True, capture_output=True, text=True, cwd=folder, env={**env, **extra}
+        )
+        assert f"yet: {suggested} data add FILE..., or {suggested} data get sample" in done.stdout
+        done = subprocess.run(
+            f"{started} data add",
+            shell=True,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**env, **extra},
+        )
+        assert f" See {suggested} data add --help." in done.stderr

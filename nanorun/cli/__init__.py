@@ -87,7 +87,8 @@ def _print_usage_error(error: Any) -> int:
     if message.startswith("Usage:"):  # no command: show the help
         print(message)
         return 0
-    see = f" See {context.command_path} --help." if context is not None else ""
+    path = context.command_path.removeprefix("nanorun").strip() if context is not None else ""
+    see = f" See {console.command(f'{path} --help'.strip())}." if context is not None else ""
     return _print_error(message.rstrip(".") + "." + see)
 
 

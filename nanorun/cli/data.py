@@ -37,7 +37,7 @@ def data_get(
     text = get.datasets_table(datasets) if datasets else ""
     if "core" in names:
         records["core"] = str(bundle.get_core(replace=replace).where)
-        text = f"{text}\n\nCORE's tasks are in {records['core']}: nanorun eval core".strip()
+        text = f"{text}\n\nCORE's tasks are in {records['core']}: {console.command('eval core')}".strip()
     show(records, as_json, text)
 
 

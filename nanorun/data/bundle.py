@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from nanorun.console import Progress
+from nanorun.console import Progress, command
 from nanorun.data.download import fetch
 from nanorun.errors import UserError
 from nanorun.home import data_dir
@@ -100,7 +100,7 @@ def open_bundle(path: Path | None = None) -> Bundle:
 def _hint() -> str:
     near = Path("..") / "shared" / "data" / "core.tar.xz"
     other = f"--bundle {near}" if near.is_file() else "--bundle PATH (a folder, .zip or .tar.xz)"
-    return f"nanorun data get core downloads it, or name one with {other}."
+    return f"{command('data get core')} downloads it, or name one with {other}."
 
 
 def _read_bundle(path: Path) -> Bundle:

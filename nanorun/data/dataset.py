@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanorun import home
+from nanorun.console import command
 from nanorun.errors import UserError, describe_json_error
 
 MANIFEST = "dataset.json"
@@ -106,8 +107,8 @@ def open_dataset(name: str | None = None) -> Dataset:
         name = home.newest(home.data_dir(), MANIFEST)
         if name is None:
             raise UserError(
-                f"There is no data in {home.data_dir()}: nanorun data add FILE... takes your own text, "
-                "nanorun data get sample builds the small sample world."
+                f"There is no data in {home.data_dir()}: {command('data add')} FILE... takes your own text, "
+                f"{command('data get sample')} builds the small sample world."
             )
     for folder in (home.data_dir() / name, Path(name)):
         if (folder / MANIFEST).is_file():
@@ -116,7 +117,7 @@ def open_dataset(name: str | None = None) -> Dataset:
             return dataset
     known = ", ".join(dataset_names()) or "none yet"
     raise UserError(
-        f"There is no dataset '{name}' in {home.data_dir()} (there: {known}): see nanorun data ls."
+        f"There is no dataset '{name}' in {home.data_dir()} (there: {known}): see {command('data ls')}."
     )
 
 

@@ -126,7 +126,7 @@ def newest_text(name: str | None = None) -> Dataset:
         texts = [dataset for dataset in list_datasets()[0] if dataset.kind == "parquet"]
         if not texts:
             raise UserError(
-                "There is no dataset of text, only of tokens: nanorun data add FILE... makes one."
+                f"There is no dataset of text, only of tokens: {console.command('data add')} FILE... makes one."
             )
         newest = max(texts, key=lambda d: (d.folder / MANIFEST).stat().st_mtime)
     if len(dataset_names()) > 1:
@@ -174,7 +174,8 @@ def dataset_record(dataset: Dataset) -> dict[str, Any]:
 
 def datasets_table(datasets: Sequence[Dataset]) -> str:
     if not datasets:
-        return f"no data in {home.data_dir()} yet: nanorun data add FILE..., or nanorun data get sample"
+        ways = f"{console.command('data add')} FILE..., or {console.command('data get sample')}"
+        return f"no data in {home.data_dir()} yet: {ways}"
     rows = []
     for dataset in datasets:
         for split in ("train", "val"):

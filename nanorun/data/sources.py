@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nanorun.console import command
 from nanorun.data.bins import read_bin
 from nanorun.data.dataset import Dataset, Split, read_row_group
 from nanorun.data.packing import Segments
@@ -55,7 +56,7 @@ def open_source(dataset: Dataset, split: Split, tokenizer: Tokenizer | None, thr
             )
         return BinSource(dataset.files(split), int(made_by["bos"]), dataset.fingerprint)
     if tokenizer is None:
-        raise UserError(f"'{dataset.name}' is text and needs a tokenizer: nanorun tok train makes one.")
+        raise UserError(f"'{dataset.name}' is text and needs a tokenizer: {command('tok train')} makes one.")
     return TextSource(dataset, split, tokenizer, threads)
 
 

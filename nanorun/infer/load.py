@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanorun import checkpoint, hardware, home
 from nanorun.config import Config, ModelConfig
-from nanorun.console import say
+from nanorun.console import command, say
 from nanorun.errors import UserError
 from nanorun.infer.engine import Engine, Settings, Tool
 from nanorun.model.gpt import GPT, empty
@@ -51,7 +51,7 @@ def load_model(run: str | None = None, candidates: Sequence[str] | None = None) 
                 raise
             say(f"skipping the run '{candidate}': {error}")
     raise UserError(
-        f"There is no trained model in {home.runs_dir()}: run nanorun train base or nanorun speedrun."
+        f"There is no trained model in {home.runs_dir()}: run {command('train base')} or {command('speedrun')}."
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorun import home
+from nanorun.console import command
 from nanorun.errors import UserError
 from nanorun.text.tokenizer import (
     CHAT_TOKENS,
@@ -52,7 +53,9 @@ def open_tokenizer(name: str | None = None) -> Tokenizer:
     if name is None:
         name = home.newest(home.tokenizers_dir(), CONFIG_FILE)
         if name is None:
-            raise UserError(f"There is no tokenizer in {home.tokenizers_dir()}: nanorun tok train makes one.")
+            raise UserError(
+                f"There is no tokenizer in {home.tokenizers_dir()}: {command('tok train')} makes one."
+            )
     for folder in (home.tokenizers_dir() / name, Path(name)):
         if (folder / CONFIG_FILE).is_file():
             return Tokenizer.load(folder)

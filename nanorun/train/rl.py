@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanorun import checkpoint, hardware, home
 from nanorun.config import Config, Dtype
-from nanorun.console import say
+from nanorun.console import command, say
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
 from nanorun.infer.load import model_from_weights
@@ -73,7 +73,7 @@ def train_rl(
         if found is None and read_config(rl.parent).get("kind") not in CHAT_KINDS:
             say(
                 f"'{rl.parent}' is a base model, not trained to answer: few replies will get a reward. "
-                f"Run nanorun train sft --from {rl.parent} first."
+                f"Run {command('train sft')} --from {rl.parent} first."
             )
         training, reference = assemble(config, rl, run, options, found, tasks)
         with training.loader:

@@ -9,6 +9,7 @@ from typing import Any
 
 from nanorun import checkpoint, home
 from nanorun.config import Config, TrainConfig
+from nanorun.console import command
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
 from nanorun.runs import newest_run, read_config
@@ -102,5 +103,7 @@ def configure(
 def _newest_parent() -> str:
     name = newest_run("sft") or newest_run("base")
     if name is None:
-        raise UserError(f"There is no model to start from in {home.runs_dir()}: nanorun speedrun trains one.")
+        raise UserError(
+            f"There is no model to start from in {home.runs_dir()}: {command('speedrun')} trains one."
+        )
     return name

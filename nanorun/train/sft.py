@@ -19,7 +19,7 @@ import torch
 
 from nanorun import hardware, home
 from nanorun.config import Config
-from nanorun.console import say
+from nanorun.console import command, say
 from nanorun.data.conversations import Conversations, render_all
 from nanorun.data.rows import RowOrder, count_rows
 from nanorun.errors import UserError
@@ -74,7 +74,8 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
     parent = sft.parent or newest_run("base")
     if parent is None:
         raise UserError(
-            f"There is no base model in {home.runs_dir()} to start from: run nanorun train base or nanorun speedrun."
+            f"There is no base model in {home.runs_dir()} to start from: run {command('train base')} or "
+            f"{command('speedrun')}."
         )
     inherited = Config.from_dict(read_config(parent))
     tokenizer, context = open_tokenizer(inherited.tokenizer), sft.context or inherited.model.context
