@@ -26,19 +26,25 @@ def say(text: str = "") -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def is_nanorun() -> bool:
+    """Whether this process is the command line, and not another program that imports nanorun."""
+    script = Path(sys.argv[0])
+    return script.name == "nanorun" or script.parts[-2:] == ("nanorun", "__main__.py")
+
+
 def command(arguments: str) -> str:
     """`nanorun ARGUMENTS` as it can be typed in the shell that started this process, for suggestions to the user."""
+    script, found = sys.argv[0], shutil.which("nanorun")
     if "UV_RUN_RECURSION_DEPTH" in os.environ:  # uv's PATH is not the shell's
-        return f"uv run nanorun {arguments}"
-    script = Path(sys.argv[0])
-    if script.parts[-2:] == ("nanorun", "__main__.py"):
+        program = "uv run nanorun"
+    elif not is_nanorun() or (found is not None and os.path.samefile(found, script)):
+        program = "nanorun"
+    elif script.endswith(".py"):
         names = [name for name in ("python", "python3") if shutil.which(name) == sys.executable]
-        return f"{(names or [_path(sys.executable)])[0]} -m nanorun {arguments}"
-    found = shutil.which("nanorun")
-    is_on_path = found is not None and script.exists() and os.path.samefile(found, script)
-    if script.name != "nanorun" or is_on_path:  # another name: of a program that imports nanorun
-        return f"nanorun {arguments}"
-    return f"{_path(sys.argv[0])} {arguments}"
+        program = f"{(names or [_path(sys.executable)])[0]} -m nanorun"
+    else:
+        program = _path(script)
+    return f"{program} {arguments}"
 
 
 def _path(program: str) -> str:

@@ -1,6 +1,7 @@
 """A run's folder, `runs/NAME/`: its configuration, its metrics, its results, and the process that owns it.
 
-    config.json     the configuration, written once; resuming with another one is rejected
+    config.json     the configuration; resume.py decides what of it may change when the run resumes
+    command.json    the arguments of `nanorun` that started it, and resume it
     metrics.jsonl   one object per step or evaluation, written as it happens
     summary.json    the final figures, written atomically at the end
     checkpoints/    see checkpoint.py
@@ -9,6 +10,9 @@
 The lock is `flock` on the open file, so the kernel releases it when its holder dies, however it dies. It excludes a
 second process on this machine, and on others where the file system supports flock across hosts (NFS does, some
 Lustre mounts do not: there a warning is printed and the run continues without a lock).
+
+A start that fails before the first step leaves no folder. What a killed one leaves, without a checkpoint and without
+a step in its metrics, is started anew, whatever its configuration.
 """
 
 import errno
@@ -22,16 +26,16 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from nanorun import console, home
+from nanorun import console, home, resume
 from nanorun.errors import UserError, describe_json_error
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS, LOCK = "checkpoints", "lock"
+CHECKPOINTS, COMMAND, LOCK = "checkpoints", "command.json", "lock"
 SYNC_EVERY = 5.0  # seconds of metrics that a power failure may lose; a killed process loses nothing
 CHAT_KINDS = ("sft", "rl")  # kinds of run whose models answer questions
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -49,23 +53,25 @@ class Run:
 
     @classmethod
     def open(cls, name: str, config: Mapping[str, Any], *, fresh: bool = False) -> "Run":
-        """Starts the run, or resumes it if its folder exists and has the same config."""
+        """Starts the run, or resumes it if it has trained already and its config allows that."""
         home.check_name(name, "run")
         folder = home.runs_dir() / name
         stored: dict[str, Any] = json.loads(json.dumps(config))  # as it reads back: tuples are lists
         home.make_home()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             with ExitStack() as on_error:
-                handle = _take_lock(folder / LOCK, name)
+                handle = _take_lock(folder, "wait for it, stop it, or choose another --name")
                 on_error.callback(_release_lock, handle)
                 _recover(folder)
-                if fresh:
+                has_config = (folder / CONFIG).exists()
+                if fresh or (has_config and not _has_trained(folder)):
                     _start_over(folder, stored)
-                elif (folder / CONFIG).exists():
-                    _check_same_config(name, read_config(name), stored)
+                elif has_config:
+                    _resume(folder, stored)
                 else:
                     write_json(folder / CONFIG, stored)
+                if arguments := _arguments():
+                    write_json(folder / COMMAND, arguments)
                 (folder / CHECKPOINTS).mkdir(exist_ok=True)
                 run = cls(name, folder, handle)
                 run.rewind_metrics(math.inf)  # drops a line that a crash left incomplete
@@ -128,7 +134,9 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None and self._lock is not None and not _has_trained(self.folder):
+            _remove(self.folder)
         self.close()
 
     def _sync(self) -> None:
@@ -202,6 +210,21 @@ def read_config(name: str) -> dict[str, Any]:
         ) from error
 
 
+def trained_config(name: str) -> dict[str, Any]:
+    """The configuration of a run that has a checkpoint; empty for any other name."""
+    has_checkpoint = any((home.runs_dir() / name / CHECKPOINTS).glob("[0-9]*"))
+    return read_config(name) if has_checkpoint else {}
+
+
+def resume_command(name: str) -> str | None:
+    """The command that started a run, as it can be typed in this shell; None if that is not known."""
+    try:
+        arguments = json.loads((home.runs_dir() / name / COMMAND).read_text(encoding="utf-8"))
+        return console.command(shlex.join(arguments))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
     """The records of a run, also while it is being written; a partial line is skipped."""
     path = folder / METRICS
@@ -222,22 +245,28 @@ def write_json(path: Path, record: Any) -> None:
     home.replace_file(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
-def _take_lock(path: Path, name: str) -> IO[bytes]:
-    """The open file holds the lock. The kernel releases it when the process is gone."""
-    handle = open(path, "a+b", buffering=0)  # noqa: SIM115 - it stays open as long as the lock
+def _take_lock(folder: Path, remedy: str) -> IO[bytes]:
+    """Makes the folder, if there is none. The open file holds the lock; the kernel releases it when the process is
+    gone."""
+    is_current = False
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = open(folder / LOCK, "a+b", buffering=0)  # noqa: SIM115 - it stays open as long as the lock
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = _read_owner(handle)
         handle.close()
-        raise UserError(
-            f"The run '{name}' is in use by {owner}: wait for it, stop it, or choose another --name."
-        ) from None
+        raise UserError(f"The run '{folder.name}' is in use by {owner}: {remedy}.") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             handle.close()
             raise
-        console.say(f"{path.parent} does not support locks: start no second process that trains '{name}'.")
+        console.say(f"{folder} does not support locks: start no second process that trains '{folder.name}'.")
+    with suppress(FileNotFoundError):
+        is_current = os.path.samestat(os.fstat(handle.fileno()), os.stat(folder / LOCK))
+    if not is_current:  # the run was removed or renamed between `open` and `flock`
+        handle.close()
+        return _take_lock(folder, remedy)
     # A forked data worker must not hold the lock of a parent that was killed.
     os.register_at_fork(after_in_child=handle.close)
     owner_record = {
@@ -266,6 +295,35 @@ def _read_owner(handle: IO[bytes]) -> str:
         return "another process"  # which has not written its record yet
 
 
+def _arguments() -> list[str]:
+    """Those that resume what this process starts; none if it is not the command line."""
+    if not console.is_nanorun():
+        return []
+    return [argument for argument in sys.argv[1:] if argument not in ("--fresh", "--json")]
+
+
+def _has_trained(folder: Path) -> bool:
+    """Whether there is a checkpoint, even a damaged one, or a step in the metrics."""
+    return any(not entry.name.startswith(".") for entry in (folder / CHECKPOINTS).glob("*")) or any(
+        record.get("step", 0) for record in read_metrics(folder)
+    )
+
+
+def _resume(folder: Path, config: dict[str, Any]) -> None:
+    """Stores what changes in the configuration of a run, or raises if it must not change."""
+    before = read_config(folder.name)
+    changed = resume.changed_settings(folder.name, before, config, folder / CONFIG)
+    was, now = (resume.training_steps(each) for each in (before, config))
+    if now > was:
+        console.say(
+            f"'{folder.name}' becomes longer: {now:,} steps instead of {was:,}, and its learning rates follow the "
+            "schedule of the new length"
+        )
+        (folder / SUMMARY).unlink(missing_ok=True)  # first: without it, the run is not finished
+    if changed:
+        write_json(folder / CONFIG, config)
+
+
 def _start_over(folder: Path, config: dict[str, Any]) -> None:
     """Moves the old contents aside, and deletes them only when the new run exists.
 
@@ -281,6 +339,13 @@ def _start_over(folder: Path, config: dict[str, Any]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _remove(folder: Path) -> None:
+    """Removes the run as a whole. What a killed process leaves is hidden, and the next removal deletes it."""
+    folder.rename(folder.with_name(f".{folder.name}.removed-{platform.node()}-{os.getpid()}"))
+    for hidden in folder.parent.glob(".*.removed-*"):
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
 def _recover(folder: Path) -> None:
     """Cleans up after a killed process. A killed --fresh is undone unless the new run existed already."""
     for temporary in folder.glob("*.tmp"):
@@ -290,63 +355,6 @@ def _recover(folder: Path) -> None:
             for entry in sorted(old.iterdir(), key=lambda entry: entry.name == CONFIG):
                 entry.rename(folder / entry.name)
         shutil.rmtree(old, ignore_errors=True)
-
-
-# Fields that a user sets, by the option that sets them; most others are derived from these.
-_OPTIONS = {
-    "model.depth": "--depth",
-    "model.context": "--context",
-    "data": "--data",
-    "tokenizer": "--tokenizer",
-    "parent": "--from",
-    "train.steps": "--steps",
-    "train.batch_tokens": "--batch-tokens",
-    "train.seed": "--seed",
-    "train.save_every": "--save-every",
-    "train.eval_every": "--eval-every",
-}
-
-
-def _check_same_config(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    found = sorted(_differences(_with_defaults(old), new), key=lambda change: _rank(change[0]))
-    changes = [f"{_OPTIONS.get(path, path)} was {was} and is now {now}" for path, was, now in found]
-    if changes:
-        more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
-        raise UserError(
-            f"The run '{name}' was started with other settings ({'; '.join(changes[:3])}{more}): use those "
-            f"to resume it (--config {home.runs_dir() / name / CONFIG} sets them all), --fresh to delete it and "
-            "start over, or another --name."
-        )
-
-
-def _rank(path: str) -> int:
-    """Options first, then other fields, then the model's, and last the learning rates derived from all of them."""
-    if path in _OPTIONS:
-        return list(_OPTIONS).index(path)
-    return len(_OPTIONS) + {"model": 1, "optim": 2}.get(path.partition(".")[0], 0)
-
-
-def _with_defaults(old: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of an earlier nanorun, with fields that it did not have at their defaults."""
-    from nanorun.config import Config
-
-    try:
-        return {**old, **json.loads(json.dumps(Config.from_dict(old).to_dict()))}
-    except (UserError, TypeError, KeyError, ValueError, AttributeError):
-        return old
-
-
-def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            below = f"{path}.{key}" if path else str(key)
-            if key not in old or key not in new:
-                was, now = (json.dumps(side[key]) if key in side else "absent" for side in (old, new))
-                yield below, was, now
-            else:
-                yield from _differences(old[key], new[key], below)
-    elif old != new or isinstance(old, bool) != isinstance(new, bool):
-        yield path, json.dumps(old), json.dumps(new)
 
 
 def _to_json(value: Any) -> Any:

@@ -9,11 +9,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from nanorun.config import Config, scale
+from nanorun.config import Config, Horizon, scale
 from nanorun.errors import UserError
 from nanorun.runs import Run, list_runs, newest_run, read_config, read_metrics, runs_for_chat
 
@@ -77,8 +78,15 @@ def test_a_run_resumes_with_the_same_config(home):
     assert metrics_of(home / "runs" / "mine") == [1, 2]
 
 
+def begin(name: str, config: dict[str, Any]) -> Path:
+    """A run that has logged a step."""
+    with Run.open(name, config) as run:
+        run.log({"step": 1})
+    return run.folder
+
+
 def test_another_config_is_rejected_with_the_differences(home):
-    Run.open("mine", CONFIG).close()
+    begin("mine", CONFIG)
     other = {"kind": "base", "model": {"depth": 6, "windows": ["S"]}, "train": {"steps": 10, "new": True}}
     with pytest.raises(UserError) as refused:
         Run.open("mine", other)
@@ -91,11 +99,75 @@ def test_another_config_is_rejected_with_the_differences(home):
 
 def test_options_are_listed_before_derived_fields(home):
     begun = scale(4, 1024)
-    Run.open("mine", begun.to_dict()).close()
+    begin("mine", begun.to_dict())
     with pytest.raises(UserError, match=r"other settings \(--depth was 4 and is now 6; --steps was"):
         Run.open("mine", scale(6, 1024).to_dict())
     with pytest.raises(UserError, match=r"other settings \(--data was \"sample\" and is now \"other\"\)"):
         Run.open("mine", replace(begun, data="other").to_dict())
+
+
+def test_a_run_may_become_longer_and_save_more_often_but_not_shorter(home, capsys):
+    begun = scale(4, 1024, horizon=Horizon(steps=100))
+    folder = begin("mine", begun.to_dict())
+    (folder / "summary.json").write_text("{}")
+    longer = scale(4, 1024, horizon=Horizon(steps=2000))
+    longer = replace(longer, train=replace(longer.train, save_every=7))
+    assert longer.optim != begun.optim, "warmup and weight decay depend on the length"
+    Run.open("mine", longer.to_dict()).close()
+    assert Config.from_dict(read_config("mine")) == longer
+    assert "'mine' becomes longer: 2,000 steps instead of 100" in capsys.readouterr().err
+    assert not (folder / "summary.json").exists(), "it is not finished any more"
+    assert metrics_of(folder) == [1]
+    Run.open("mine", replace(longer, train=replace(longer.train, eval_every=9)).to_dict()).close()
+    assert capsys.readouterr().err == ""
+    assert read_config("mine")["train"]["eval_every"] == 9
+    with pytest.raises(UserError, match="--steps was 2000 and is now 100"):
+        Run.open("mine", begun.to_dict())
+    other = scale(4, 1024, horizon=Horizon(steps=3000), batch_tokens=4096)
+    with pytest.raises(UserError, match="--batch-tokens was"):
+        Run.open("mine", other.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("sft", {"parent": "other"}, '(--from was "mine" and is now "other")'),
+        ("sft", {"epochs": 1}, "(--epochs was 2 and is now 1)"),
+        ("sft", {"mixture": {"name": "x", "fingerprint": "f"}}, '(--mixture (mixture.name) was "sft" and is'),
+        ("rl", {"rl": {"parent": "mine", "max_tokens": 8}}, "(--max-tokens was 4 and is now 8)"),
+        ("rl", {"optim": {"head_lr": 2, "mu_lr": 2}}, "(--rate-share (optim.head_lr) was 1 and is now 2)"),
+    ],
+)
+def test_a_rejection_names_only_options_of_the_verb(home, kind, change, words):
+    config = {"kind": kind, "train": {"steps": 10}, "optim": {"head_lr": 1, "mu_lr": 1}}
+    if kind == "sft":
+        config |= {"parent": "mine", "epochs": 2, "mixture": {"name": "sft", "fingerprint": "f"}}
+    else:
+        config |= {"rl": {"parent": "mine", "max_tokens": 4}}
+    begin("chat", config)
+    with pytest.raises(UserError) as refused:
+        Run.open("chat", {**config, **change})
+    assert words in str(refused.value)
+    assert "--config" not in str(refused.value)
+
+
+def test_a_start_that_fails_before_the_first_step_leaves_nothing(home):
+    with pytest.raises(UserError, match="no such data"), Run.open("mine", CONFIG) as run:
+        run.log({"kind": "eval", "step": 0})
+        raise UserError("no such data")
+    assert os.listdir(home / "runs") == []
+    with pytest.raises(UserError, match="disk"), Run.open("mine", CONFIG) as run:
+        run.log({"step": 1})
+        raise UserError("the disk is full")
+    assert metrics_of(home / "runs" / "mine") == [1], "what has trained stays"
+
+
+def test_a_run_that_was_killed_before_its_first_step_does_not_reject_another_config(home):
+    Run.open("mine", CONFIG).close()
+    (home / "runs" / "mine" / "plan.json").write_text("{}")
+    Run.open("mine", {"a": 2}).close()
+    assert read_config("mine") == {"a": 2}
+    assert sorted(os.listdir(home / "runs" / "mine")) == ["checkpoints", "config.json", "lock"]
 
 
 def test_a_config_with_earlier_field_names_loads_and_its_run_resumes(home):
@@ -104,7 +176,7 @@ def test_a_config_with_earlier_field_names_loads_and_its_run_resumes(home):
     assert config.optim.matrix_lr == old["optim"]["matrix_rate"]
     assert config.optim.final_lr_fraction == old["optim"]["final_rate"]
     assert config.optim.matrix_weight_decay == old["optim"]["matrix_decay"]
-    Run.open("mine", old).close()
+    begin("mine", old)
     Run.open("mine", config.to_dict()).close()
     other = replace(config, optim=replace(config.optim, head_lr=1.0))
     with pytest.raises(UserError, match=r"optim\.head_lr was"):
@@ -329,7 +401,7 @@ def test_the_newest_run_is_the_last_modified(home):
 
 
 def test_a_damaged_config_is_reported_and_fresh_replaces_it(home):
-    Run.open("mine", CONFIG).close()
+    begin("mine", CONFIG)
     (home / "runs" / "mine" / "config.json").write_text('{"a":')
     with pytest.raises(UserError, match=r"config\.json is damaged"):
         Run.open("mine", CONFIG)

@@ -73,6 +73,8 @@ def train_base(
         changes = {"steps": steps, "batch_tokens": batch_tokens}
         config = base.override(base.read_config(config_file), changes, data=data, tokenizer=tokenizer)
     else:
+        if batch_tokens is None and not fresh:
+            batch_tokens = base.batch_tokens_of(name or f"base-d{depth or 12}")
         config = base.configure(
             depth or 12,
             horizon=Horizon(ratio, tokens, flops, steps),

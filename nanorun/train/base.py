@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import checkpoint, hardware, home
+from nanorun import checkpoint, hardware, runs
 from nanorun.config import Backend, Config, Dtype, largest_divisor, scale
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
@@ -32,6 +32,7 @@ from nanorun.model.gpt import GPT, build
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
 from nanorun.plan import display, estimate, memory
+from nanorun.resume import training_steps
 from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
@@ -82,6 +83,12 @@ def read_config(path: Path) -> Config:
         ) from error
 
 
+def batch_tokens_of(name: str) -> int | None:
+    """Those of a run that has trained: it keeps them when it becomes longer."""
+    batch_tokens: int | None = runs.trained_config(name).get("train", {}).get("batch_tokens")
+    return batch_tokens
+
+
 def override(config: Config, train: dict[str, Any], **names: str | None) -> Config:
     """A configuration from a file, with the given values changed. Derived values stay as the file has them."""
 
@@ -113,9 +120,10 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
         validation_tokens=estimate.validation_tokens(dataset, tokenizer),
         recipe=options.recipe or DEFAULT_RECIPE,
     )
-    begun = not options.fresh and checkpoint.steps(home.runs_dir() / name / "checkpoints")
-    if not begun and options.max_days is not None:
+    earlier = {} if options.fresh else runs.trained_config(name)
+    if config.train.steps > training_steps(earlier) and options.max_days is not None:
         estimate.check_duration(plan, options.max_days)
+    material = text_material(config, tokenizer)  # an error here leaves no folder behind
     with Run.open(name, config.to_dict(), fresh=options.fresh) as run:
         found, summary = find_progress(run, config.train.steps)
         if summary is not None:
@@ -127,9 +135,9 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
             f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {plan.gpu.name}: about "
             f"{seconds(left * plan.seconds)}{' more' if left < 1 else ''} by the plan"
         )
-        training, finished = train_within_memory(config, run, options, found)
+        training, finished = train_within_memory(config, run, options, found, material)
         if not finished:
-            raise Interrupted(name, training.step, config.train.steps)
+            raise Interrupted(run, training.step, config.train.steps)
         return finish(training, options, planned)
 
 
@@ -203,10 +211,10 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
 class Interrupted(UserError):
     exit_code = 130  # as the shell's, for what was stopped by a signal
 
-    def __init__(self, name: str, step: int, steps: int) -> None:
-        super().__init__(
-            f"Stopped at step {step} of {steps} and saved; the same command goes on from there (run '{name}')."
-        )
+    def __init__(self, run: Run, step: int, steps: int) -> None:
+        again = runs.resume_command(run.name)
+        goes_on = f"this goes on from there: {again}" if again else "the same command goes on from there"
+        super().__init__(f"Stopped '{run.name}' at step {step} of {steps} and saved; {goes_on}")
 
 
 def assemble(

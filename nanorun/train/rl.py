@@ -81,7 +81,7 @@ def train_rl(
                 loop.log_evaluation(training)
             step = functools.partial(rl_step, rl=rl, reference=reference)
             if not loop.train(training, step):
-                raise Interrupted(name, training.step, config.train.steps)
+                raise Interrupted(run, training.step, config.train.steps)
             return finish(training, rl)
 
 

@@ -27,7 +27,7 @@ from nanorun.evals.chat import ChatEvalOptions, chat_evaluator, open_tasks
 from nanorun.infer.load import newest_checkpoint
 from nanorun.model.attention import choose_backends
 from nanorun.model.fast.recipe import Recipe
-from nanorun.runs import Run, newest_run, read_config, read_metrics
+from nanorun.runs import Run, newest_run, read_config, read_metrics, trained_config
 from nanorun.tasks.mixture import find_mixture, prepare_mixture
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
@@ -71,7 +71,8 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
         base.make_deterministic()
     if options.track:
         require(options.track)
-    parent = sft.parent or newest_run("base")
+    earlier = trained_config(options.name) if options.name and not options.fresh else {}
+    parent = sft.parent or earlier.get("parent") or newest_run("base")
     if parent is None:
         raise UserError(
             f"There is no base model in {home.runs_dir()} to start from: run {command('train base')} or "
@@ -80,6 +81,9 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
     inherited = Config.from_dict(read_config(parent))
     tokenizer, context = open_tokenizer(inherited.tokenizer), sft.context or inherited.model.context
     spec, *mixtures = prepare_mixture(find_mixture(sft.mixture), sft.folder, sft.seed, sft.tasks)
+    name = options.name or default_name(parent, spec.name)
+    if sft.batch_tokens is None and not options.fresh and (earlier := trained_config(name)):
+        sft = replace(sft, batch_tokens=earlier["train"]["batch_tokens"])  # also if it becomes longer
     train, val = (render_all(mixture, tokenizer, context) for mixture in mixtures)
     log_conversations(train, context)
     epochs = None if sft.steps is not None else sft.epochs or 1
@@ -91,7 +95,6 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
     )
     config = configure(inherited, sft, material)
     choose_backends(config.model, torch.device(hardware.detect().device), options.backend)
-    name = options.name or default_name(parent, spec.name)
     record = {
         **config.to_dict(),
         "parent": parent,
@@ -110,7 +113,7 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
             options = replace(options, recipe=Recipe(fp8="none", recompute=recompute))
         training, finished = base.train_within_memory(config, run, options, found, material, start, sft.warm)
         if not finished:
-            raise Interrupted(name, training.step, config.train.steps)
+            raise Interrupted(run, training.step, config.train.steps)
         return finish(training, parent, train)
 
 

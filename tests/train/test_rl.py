@@ -286,17 +286,28 @@ def test_a_signal_saves_and_says_how_to_resume(world):
 def test_a_finished_run_is_not_repeated_and_keeps_its_parent(world):
     done = learn("done")
     assert learn_again("done") == done
-    with pytest.raises(UserError, match=r"rl\.clip"):
+    with pytest.raises(UserError, match=r"\(--clip was none and is now 0.1\)"):
         learn_again("done", clip=0.1)
     _, config, learning = configured("x", parent="echoes")
     with pytest.raises(UserError, match="start from itself"):
         rl.train_rl("echoes", config, learning, rl.RLOptions(), open_task)
 
 
-def learn_again(name, **changes):
+def test_more_steps_make_a_finished_run_longer(world, capsys):
+    done = learn("longer")
+    more = learn_again("longer", steps=7)
+    assert "'longer' becomes longer: 7 steps instead of 4" in capsys.readouterr().err
+    assert (done["steps"], more["steps"]) == (4, 7)
+    assert more["val_reward_before"] == done["val_reward_before"]
+    records = steps_of(world, "longer")
+    assert [record["step"] for record in records] == list(range(1, 8))
+    assert [record["lr"] for record in records[4:]] == pytest.approx([3 / 7, 2 / 7, 1 / 7])
+
+
+def learn_again(name, steps=4, **changes):
     small = {"problems": 4, "samples": 6, "max_tokens": 8, "eval_problems": 4, **changes}
     train = {"eval_every": 0, "save_every": 2}
-    run = rl.configure(["echo"], name=name, steps=4, open_task=open_task, train=train, **small)
+    run = rl.configure(["echo"], name=name, steps=steps, open_task=open_task, train=train, **small)
     return rl.train_rl(*run, rl.RLOptions(), open_task)
 
 

@@ -315,6 +315,20 @@ def test_a_finished_run_is_not_repeated_and_other_conversations_are_rejected(wor
         train_sft(choices(world, steps=4, mixture="sample"), BaseOptions(name="done"))
 
 
+def test_more_epochs_make_a_finished_run_longer(world, capsys):
+    once = train_sft(choices(world, epochs=1, batch_tokens=None), BaseOptions(name="epochs", fresh=True))
+    batch = read_config("epochs")["train"]["batch_tokens"]
+    more = train_sft(choices(world, epochs=3, batch_tokens=None), BaseOptions(name="epochs"))
+    assert "'epochs' becomes longer" in capsys.readouterr().err
+    assert read_config("epochs")["train"]["batch_tokens"] == batch, "though more epochs allow a larger one"
+    assert 2.9 * once["tokens"] < more["tokens"] <= 3 * once["tokens"]
+    assert [r["step"] for r in steps_of(world, "epochs")] == list(range(1, more["steps"] + 1))
+    again = train_sft(choices(world, epochs=3, batch_tokens=None), BaseOptions(name="epochs"))
+    assert again == more
+    with pytest.raises(UserError, match=r"\(--seed was 0 and is now 1"):
+        train_sft(choices(world, epochs=3, seed=1), BaseOptions(name="epochs"))
+
+
 def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
     train_sft(choices(world, steps=3, context=32), BaseOptions(name="child", fresh=True))
     record = read_config("child")

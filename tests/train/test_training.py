@@ -28,6 +28,7 @@ from nanorun.errors import UserError
 from nanorun.evals.bpb import bpb_evaluator
 from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe
 from nanorun.model.gpt import build
+from nanorun.optim import schedules
 from nanorun.runs import Run, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, loop
@@ -145,7 +146,22 @@ def test_a_run_of_an_earlier_version_without_a_new_field_goes_on(world):
     path.write_text(json.dumps(config))
     train_base(tiny(3), BaseOptions(name="older", samples=1))
     with pytest.raises(UserError, match=r"--config \S+config.json sets them all"):
-        train_base(tiny(4), BaseOptions(name="older"))
+        train_base(tiny(3, seed=5), BaseOptions(name="older"))
+
+
+def test_a_finished_run_becomes_longer_by_the_schedule_of_the_new_length(world, capsys):
+    train_base(tiny(6), BaseOptions(name="longer", fresh=True, samples=1))
+    summary = train_base(tiny(12), BaseOptions(name="longer", samples=1))
+    said = capsys.readouterr().err
+    assert "'longer' becomes longer: 12 steps instead of 6" in said
+    assert "resuming 'longer' from step 6 of 12" in said
+    assert (summary["steps"], summary["tokens"]) == (12, 12 * 512)
+    records = [r for r in read_metrics(world / "runs" / "longer") if r["kind"] == "step"]
+    assert [r["step"] for r in records] == list(range(1, 13))
+    assert [r["lr"] for r in records[6:]] == [schedules.lr_scale(s, 12, tiny().optim) for s in range(6, 12)]
+    before = (world / "runs" / "longer" / "metrics.jsonl").read_bytes()
+    assert train_base(tiny(12), BaseOptions(name="longer", samples=1)) == summary
+    assert (world / "runs" / "longer" / "metrics.jsonl").read_bytes() == before
 
 
 def test_asked_to_stop_it_leaves_a_long_step_and_does_it_again_exactly(world):
