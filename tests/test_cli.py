@@ -218,6 +218,29 @@ def test_own_text_is_added_tokenized_and_listed(home, corpus):
     assert "tales-tales-300" in nanorun(home, "data", "ls").stdout
 
 
+def test_training_takes_the_tokenizer_of_its_dataset(home, corpus):
+    nanorun(home, "data", "add", corpus)
+    nanorun(home, "tok", "train", "--vocab", "300", "--name", "small")
+    nanorun(home, "data", "tokenize", "--name", "tokens")
+    nanorun(home, "data", "get", "sample", "--size", "20kB")
+    nanorun(home, "tok", "train", "--vocab", "320", "--data", "sample")
+    tiny = ["--depth", "1", "--context", "32", "--batch-tokens", "64", "--steps", "2", "--name", "mine"]
+    for data, said in (
+        ("tales", "using the tokenizer 'small', trained on 'tales' (--tokenizer chooses another)"),
+        ("tokens", ""),
+    ):
+        done = nanorun(home, "train", "base", *tiny, "--data", data, "--fresh")
+        assert said in done.stderr
+        assert json.loads((home / "runs" / "mine" / "config.json").read_text())["tokenizer"] == "small"
+    shutil.rmtree(home / "runs")
+    wrong = complaint(home, "train", "base", *tiny, "--data", "tokens", "--tokenizer", "sample-320")
+    assert "were made by tokenizer 'small', not by 'sample-320'" in wrong
+    assert not (home / "runs").exists(), "nothing that refuses the right command"
+    nanorun(home, "data", "add", corpus, "--name", "others")
+    done = nanorun(home, "data", "tokenize", "others")
+    assert "using the newest tokenizer, 'sample-320', since none was trained on 'others'" in done.stderr
+
+
 def test_doctor_reports_the_machine(home):
     found = last_json(nanorun(home, "doctor", "--json"))
     assert found["ready"] is True

@@ -92,7 +92,9 @@ def data_ls(
 @app.command("tokenize", epilog=example("nanorun data tokenize mine --tokenizer mine"))
 def data_tokenize(
     dataset: Annotated[str | None, typer.Argument(help="A dataset of text (default: the newest).")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's name (default: the newest).")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer's name (default: the newest that was trained on it).")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the result (default: DATASET-TOKENIZER).")] = None,
     threads: Annotated[int, typer.Option(min=0, help="Threads (0: one per core).")] = 0,
     replace: Replace = False,
@@ -101,9 +103,10 @@ def data_tokenize(
     """Tokenizes a dataset once into memory-mapped .bin shards, so that training does not have to."""
     from nanorun.data.bins import tokenize_dataset
     from nanorun.data.get import dataset_record, datasets_table, newest_text
+    from nanorun.data.vocabulary import tokenizer_for
     from nanorun.text.store import open_tokenizer
 
-    made = tokenize_dataset(
-        newest_text(dataset), open_tokenizer(tokenizer), name=name, threads=threads, replace=replace
-    )
+    source = newest_text(dataset)
+    chosen = open_tokenizer(tokenizer) if tokenizer is not None else tokenizer_for(source)
+    made = tokenize_dataset(source, chosen, name=name, threads=threads, replace=replace)
     show(dataset_record(made), as_json, datasets_table([made]))

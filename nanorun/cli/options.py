@@ -36,7 +36,7 @@ DeviceBatch = Annotated[
 ]
 Data = Annotated[str | None, typer.Option(help="The dataset (default: the newest).")]
 TokenizerName = Annotated[
-    str | None, typer.Option("--tokenizer", help="The tokenizer (default: the newest).")
+    str | None, typer.Option("--tokenizer", help="The tokenizer (default: that of the dataset).")
 ]
 BackendName = Annotated[Backend, typer.Option("--attention", help="Attention backend.")]
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help="Compute dtype.")]

@@ -1,7 +1,9 @@
-"""Tokenizers and datasets together: `tok train` trains one on a dataset, `tok eval` evaluates it on another."""
+"""Tokenizers and datasets together: `tok train` trains one on a dataset, training takes the one that belongs to its
+dataset, `tok eval` evaluates one on another."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from nanorun.data.get import make_sample, newest_text
 from nanorun.errors import UserError
 from nanorun.provenance import record
 from nanorun.text.evaluate import evaluate_tokenizers
-from nanorun.text.store import available_public_tokenizers, open_tokenizer
-from nanorun.text.tokenizer import train_tokenizer
+from nanorun.text.store import available_public_tokenizers, open_tokenizer, tokenizer_names
+from nanorun.text.tokenizer import CONFIG_FILE, Tokenizer, train_tokenizer
 
 SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB = "sample", "sample", 1024
 
@@ -40,6 +42,33 @@ def train_on(
         "trained_on": dict(tokenizer.trained_on),
         "seconds": round(time.perf_counter() - start, 3),
     }
+
+
+def tokenizer_for(dataset: Dataset) -> Tokenizer:
+    """The tokenizer that a dataset of tokens was made with; for text the newest that was trained on it, or else the
+    newest."""
+    made_by = dataset.tokenizer or {}
+    tokenizers = []
+    for name in sorted(tokenizer_names(), key=_trained_at, reverse=True):
+        with suppress(UserError):  # a damaged one is none that training could use
+            tokenizers.append(open_tokenizer(name))
+    if dataset.kind == "bin":
+        same = (t for t in tokenizers if t.fingerprint == made_by.get("fingerprint"))
+        return next(same, None) or open_tokenizer(made_by.get("name"))
+    own = next((t for t in tokenizers if t.trained_on.get("dataset") == dataset.name), None)
+    chosen = own or open_tokenizer()
+    if own is None:
+        say(
+            f"using the newest tokenizer, '{chosen.name}', since none was trained on '{dataset.name}' "
+            "(--tokenizer chooses another)"
+        )
+    elif len(tokenizers) > 1:
+        say(f"using the tokenizer '{chosen.name}', trained on '{dataset.name}' (--tokenizer chooses another)")
+    return chosen
+
+
+def _trained_at(tokenizer: str) -> float:
+    return (home.tokenizers_dir() / tokenizer / CONFIG_FILE).stat().st_mtime
 
 
 def build_sample() -> None:

@@ -19,7 +19,7 @@ from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_text
 from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import Source, open_source
-from nanorun.data.vocabulary import build_sample
+from nanorun.data.vocabulary import build_sample, tokenizer_for
 from nanorun.errors import UserError, describe_json_error
 from nanorun.evals.bpb import bpb_evaluator
 from nanorun.infer.plain import generate
@@ -61,14 +61,16 @@ class BaseOptions:
 
 
 def configure(depth: int, *, data: str | None = None, tokenizer: str | None = None, **options: Any) -> Config:
-    """The configuration of a depth on the data that is here; the sample world, where there is none at all.
+    """The configuration of a depth on the data that is here, with its own tokenizer unless another is named; the sample
+    world, where there is no data at all.
 
     `options` are those of `config.scale`.
     """
     if data is None and tokenizer is None and not dataset_names():
         say("there is no data here yet: building the sample world")
         build_sample()
-    dataset, text = open_dataset(data), open_tokenizer(tokenizer)
+    dataset = open_dataset(data)
+    text = open_tokenizer(tokenizer) if tokenizer is not None else tokenizer_for(dataset)
     return scale(depth, text.vocab_size, data=dataset.name, tokenizer=text.name, **options)
 
 
