@@ -38,7 +38,7 @@ from nanorun.infer.engine import Settings
 from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Request, Sampling
 from nanorun.provenance import record, write_result
-from nanorun.runs import runs_for_chat
+from nanorun.runs import default_runs
 
 SAMPLING = Sampling(temperature=0.8, top_k=50)
 SLOW_READERS = 4
@@ -310,7 +310,10 @@ def main() -> None:
     parser.add_argument("--abuse", type=float, default=60.0, help="seconds of abuse")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
-    name, counts = args.model or runs_for_chat()[0], [int(count) for count in args.clients.split(",")]
+    name, counts = (
+        args.model or default_runs(prefer_chat=True)[0],
+        [int(count) for count in args.clients.split(",")],
+    )
 
     command = [sys.executable, "-m", "nanorun", "serve", "--port", "0", "--queue", "1024", "--gpus", "1"]
     command += ["--tools", "none", "--slots", str(args.slots), *(["--model", name] if name else [])]

@@ -15,6 +15,7 @@ A start that fails before the first step leaves no folder. What a killed one lea
 a step in its metrics, is started anew, whatever its configuration.
 """
 
+import calendar
 import errno
 import fcntl
 import json
@@ -37,7 +38,9 @@ from nanorun.errors import UserError, describe_json_error
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, COMMAND, LOCK = "checkpoints", "command.json", "lock"
 SYNC_EVERY = 5.0  # seconds of metrics that a power failure may lose; a killed process loses nothing
+STAGES = ("base", "mid", "sft", "rl")  # mid is a run of kind sft on a mixture for midtraining
 CHAT_KINDS = ("sft", "rl")  # kinds of run whose models answer questions
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # UTC, in summary.json and the lock
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -155,33 +158,62 @@ class Run:
 class RunInfo:
     name: str
     kind: str | None  # config's "kind": base, sft or rl
-    modified: float  # when something was last written, in seconds since 1970
+    stage: str | None  # one of STAGES
+    parent: str | None  # the run whose weights it started from
+    trained: float  # when it finished, or saved its newest checkpoint, in seconds since 1970
     checkpoint: int | None  # the newest one's step
     config_error: str = ""  # what is wrong with its config.json
 
 
 def list_runs() -> list[RunInfo]:
-    """The runs of this home, the last modified first."""
+    """The runs of this home, the last trained first; of those trained at the same time, the later stage first."""
     found = []
     for path in home.runs_dir().glob(f"[!.]*/{CONFIG}"):
-        folder, kind, config_error = path.parent, None, ""
+        folder, config, config_error = path.parent, dict[str, Any](), ""
         try:
-            kind = read_config(folder.name).get("kind")
+            config = read_config(folder.name)
         except UserError as error:
             config_error = str(error)
+        kind, mixture, rl = config.get("kind"), config.get("mixture"), config.get("rl")
+        is_mid = isinstance(mixture, dict) and str(mixture.get("name")).endswith("mid")
+        parent = rl.get("parent") if isinstance(rl, dict) else config.get("parent")
         steps = [int(entry.name) for entry in folder.glob(f"{CHECKPOINTS}/*") if entry.name.isdecimal()]
-        modified = max(f.stat().st_mtime for f in (path, folder / METRICS, folder / SUMMARY) if f.exists())
-        found.append(RunInfo(folder.name, kind, modified, max(steps, default=None), config_error))
-    return sorted(found, key=lambda run: (-run.modified, run.name))
+        newest = max(steps, default=None)
+        found.append(
+            RunInfo(
+                folder.name,
+                kind,
+                "mid" if is_mid else kind,
+                parent,
+                _trained_at(folder, newest),
+                newest,
+                config_error,
+            )
+        )
+
+    def rank(run: RunInfo) -> tuple[float, int, str]:
+        return -run.trained, -STAGES.index(run.stage) if run.stage in STAGES else 0, run.name
+
+    return sorted(found, key=rank)
+
+
+def _trained_at(folder: Path, checkpoint: int | None) -> float:
+    """From the summary where the run has finished: a copy of the files has other times."""
+    summary = read_summary(folder)
+    if checkpoint is not None and summary.get("steps") == checkpoint:
+        with suppress(ValueError, TypeError):
+            return calendar.timegm(time.strptime(summary.get("finished", ""), TIME_FORMAT))
+    last = folder / (METRICS if checkpoint is None else f"{CHECKPOINTS}/{checkpoint:06d}")
+    return (last if last.exists() else folder).stat().st_mtime
 
 
 def newest_run(kind: str) -> str | None:
-    """The name of the last modified run of that kind with a model to load."""
+    """The name of the last trained run of that kind with a model to load."""
     return next((run.name for run in loadable_runs() if run.kind == kind), None)
 
 
 def loadable_runs() -> list[RunInfo]:
-    """The runs whose models can be loaded, newest first. Reports those whose configuration is damaged."""
+    """The runs whose models can be loaded, the last trained first. Reports those whose configuration is damaged."""
     runs = [run for run in list_runs() if run.checkpoint is not None]
     for run in runs:
         if run.config_error:
@@ -189,9 +221,13 @@ def loadable_runs() -> list[RunInfo]:
     return [run for run in runs if not run.config_error]
 
 
-def runs_for_chat() -> list[str]:
-    """The runs to chat with, the default first: chat models from the newest, then base models from the newest."""
-    return [run.name for run in sorted(loadable_runs(), key=lambda run: run.kind not in CHAT_KINDS)]
+def default_runs(prefer_chat: bool = False) -> list[str]:
+    """What to load when no run is named, in this order until one is intact: the last trained first; where only a chat
+    model makes sense, chat models first."""
+    found = loadable_runs()
+    if prefer_chat:
+        found.sort(key=lambda run: run.kind not in CHAT_KINDS)
+    return [run.name for run in found]
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -202,12 +238,23 @@ def read_config(name: str) -> dict[str, Any]:
             raise ValueError("not a JSON object")
         return record
     except FileNotFoundError:
-        known = ", ".join(run.name for run in list_runs()) or "none yet"
-        raise UserError(f"There is no run '{name}' in {home.runs_dir()} (existing runs: {known}).") from None
+        known = ", ".join(sorted(path.parent.name for path in path.parents[1].glob(f"[!.]*/{CONFIG}")))
+        raise UserError(
+            f"There is no run '{name}' in {home.runs_dir()} (existing runs: {known or 'none yet'})."
+        ) from None
     except ValueError as error:
         raise UserError(
             f"{path} is damaged ({describe_json_error(error)}): restore it from a copy, or start over with --fresh."
         ) from error
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The final figures of a run; empty if it has not finished."""
+    try:
+        record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def trained_config(name: str) -> dict[str, Any]:
@@ -272,7 +319,7 @@ def _take_lock(folder: Path, remedy: str) -> IO[bytes]:
     owner_record = {
         "pid": os.getpid(),
         "host": platform.node(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started": time.strftime(TIME_FORMAT, time.gmtime()),
         "command": shlex.join(sys.orig_argv)[:500],
     }
     handle.truncate(0)

@@ -40,15 +40,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def make_home(home: Path) -> None:
-    """Its tokenizer and two runs: talker, a chat model, and writer, a base model."""
+    """Its tokenizer and two runs: writer, a base model, and talker, a chat model, the last trained."""
     tokenizer = byte_tokenizer()
     (home / "tokenizers" / "bytes").mkdir(parents=True)
     tokenizer.save(home / "tokenizers" / "bytes")
+    text = [tokenizer.bos, *tokenizer.encode(STORY * 3), tokenizer.bos]
+    _keep(home, "writer", "base", _train([(text[:-1], text[1:])], 70, tokenizer.vocab_size))
     dice = random.Random(0)
     rows = [_row(tokenizer, dice.sample(sorted(ANSWERS), 3), dice) for _ in range(64)]
     _keep(home, "talker", "sft", _train(rows, 200, tokenizer.vocab_size))
-    text = [tokenizer.bos, *tokenizer.encode(STORY * 3), tokenizer.bos]
-    _keep(home, "writer", "base", _train([(text[:-1], text[1:])], 70, tokenizer.vocab_size))
 
 
 def _row(tokenizer: Tokenizer, questions: list[str], dice: random.Random) -> tuple[list[int], list[int]]:

@@ -16,7 +16,7 @@ import pytest
 
 from nanorun.config import Config, Horizon, scale
 from nanorun.errors import UserError
-from nanorun.runs import Run, list_runs, newest_run, read_config, read_metrics, runs_for_chat
+from nanorun.runs import Run, default_runs, list_runs, newest_run, read_config, read_metrics
 
 CONFIG = {"kind": "base", "model": {"depth": 4, "windows": ["S", "L"]}, "train": {"steps": 10, "seed": 0}}
 
@@ -211,11 +211,10 @@ def test_an_invalid_configuration_is_explained(change, sentence):
 def test_a_damaged_run_is_skipped_and_reported(home, capsys):
     for age, name in enumerate(("sound", "damaged")):
         with Run.open(name, {"kind": "base"}) as run:
-            (run.checkpoints / "000007").mkdir()
-        os.utime(run.folder / "config.json", (1000 + age, 1000 + age))
+            add_checkpoint(run, 1000 + age)
     assert newest_run("base") == "damaged"
     (home / "runs" / "damaged" / "config.json").write_text('{"kind":')
-    assert newest_run("base") == runs_for_chat()[0] == "sound"
+    assert newest_run("base") == default_runs()[0] == "sound"
     assert "skipping the run 'damaged'" in capsys.readouterr().err
 
 
@@ -380,27 +379,38 @@ def test_the_summary_is_valid_json(home):
         assert json.loads((run.folder / "summary.json").read_text()) == {"bpb": 1.5, "worst": "Infinity"}
 
 
-def test_the_newest_run_is_the_last_modified(home):
+def add_checkpoint(run: Run, trained_at: float) -> None:
+    path = run.checkpoints / "000007"
+    path.mkdir()
+    os.utime(path, (trained_at, trained_at))
+
+
+def test_the_newest_run_is_the_last_trained_whenever_its_files_were_written(home):
     assert newest_run("base") is None
-    for age, (name, kind) in enumerate([("one", "base"), ("two", "sft"), ("three", "base")]):
+    for age, (name, kind) in enumerate([("old", "base"), ("chat", "sft"), ("mine", "base"), ("new", "base")]):
         with Run.open(name, {"kind": kind}) as run:
             run.log({"step": 1})
-            if name != "three":
-                (run.checkpoints / "000007").mkdir()
-            for path in run.folder.glob("*.json*"):
-                os.utime(path, (1000 + age, 1000 + age))
-    assert list_runs()[0].name == "three"
-    assert newest_run("sft") == "two"
-    assert newest_run("rl") is None
-    assert newest_run("base") == "one", "the newest has no checkpoint yet"
-    with Run.open("two", {"kind": "sft"}) as run:
+            if name != "new":
+                add_checkpoint(run, 1000 + age)
+    assert default_runs() == ["mine", "chat", "old"], "the newest of all has no checkpoint yet"
+    assert default_runs(prefer_chat=True) == ["chat", "mine", "old"]
+    assert (newest_run("base"), newest_run("sft"), newest_run("rl")) == ("mine", "chat", None)
+    with Run.open("chat", {"kind": "sft"}) as run:
         run.log({"step": 2})
-    assert [(run.name, run.checkpoint) for run in list_runs()] == [
-        ("two", 7),
-        ("three", None),
-        ("one", 7),
-    ]
-    assert list_runs()[0].modified > time.time() - 100
+        (run.folder / "exam.json").write_text("{}")
+    assert default_runs()[0] == "mine", "it has not trained further"
+    with Run.open("old", {"kind": "base"}) as run:
+        run.write_summary({"steps": 7, "finished": "2026-01-01T00:00:00Z"})
+    assert default_runs()[0] == "old", "when it finished, though its files are older"
+    assert [(run.name, run.checkpoint) for run in list_runs()][:2] == [("new", None), ("old", 7)]
+
+
+def test_of_stages_trained_at_the_same_time_the_last_is_the_newest(home):
+    mixtures = {"a-sft": "sft", "z-mid": "sample-mid"}
+    for name, kind in (("z-base", "base"), ("a-sft", "sft"), ("z-mid", "sft"), ("b-rl", "rl")):
+        with Run.open(name, {"kind": kind, "mixture": {"name": mixtures.get(name, "")}}) as run:
+            add_checkpoint(run, 1000)
+    assert default_runs() == ["b-rl", "a-sft", "z-mid", "z-base"]
 
 
 def test_a_damaged_config_is_reported_and_fresh_replaces_it(home):

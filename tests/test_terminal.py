@@ -28,7 +28,6 @@ from nanorun.chat.screen import Wrap, cells, visible
 from nanorun.infer.engine import Settings
 from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Sampling
-from nanorun.runs import runs_for_chat
 from nanorun.text.chat import render
 from nanorun.tools.sandbox import Sandbox, SandboxUnavailable
 
@@ -72,7 +71,8 @@ def test_a_question_gets_its_answer_on_stdout_and_nothing_else(trained):
     ways = ((["-p", "hi", *GREEDY], ""), ([*GREEDY], "hi\n"), (["-p", "-", *GREEDY], "hi"))
     for done in chat_all(trained, *ways):
         assert done.stdout.decode() == HI + "\n"
-        assert done.stderr == b""
+        assert done.stderr == b"answering: 'talker' (chat model)\n"
+    assert chat(trained, "-p", "hi", "--model", "talker", *GREEDY).stderr == b"", "named, it is obvious"
 
 
 def test_json_describes_one_answer(trained):
@@ -86,7 +86,7 @@ def test_json_describes_one_answer(trained):
         ("output", "42"),
         ("text", " Quite so."),
     ]
-    assert (record["finish"], record["model"], record["seed"]) == ("stop", "talker", 7)
+    assert (record["finish"], record["model"], record["kind"], record["seed"]) == ("stop", "talker", "sft", 7)
     assert record["tokens"] == len("Let me see: 12+30 Quite so.") + 3, "tool output is not counted"
     assert record["tokens_per_s"] > 0
     assert 0 < record["first_token_s"] < 10
@@ -122,10 +122,14 @@ def test_a_base_model_continues_the_text_and_says_so_on_stderr(trained):
     assert done.stderr.decode() == "'writer' is a base model: it continues the text.\n"
 
 
-def test_the_default_is_the_newest_chat_model_or_else_the_newest_base_model(talkers):
-    assert runs_for_chat()[0] == "talker", "though the base model is newer"
-    shutil.rmtree(talkers / "runs" / "talker")
-    assert runs_for_chat()[0] == "writer"
+def test_a_base_model_that_was_trained_last_answers_and_says_so(talkers):
+    config = talkers / "runs" / "talker" / "config.json"
+    config.write_text(config.read_text())  # writing a file trains nothing
+    newest = next((talkers / "runs" / "writer" / "checkpoints").glob("0*"))
+    os.utime(newest, (time.time() + 60,) * 2)
+    done = chat(talkers, "-p", "Once", *GREEDY)
+    assert done.stdout.decode() == (STORY * 3).removeprefix("Once") + "\n"
+    assert done.stderr == b"answering: 'writer' (base model: continues text)\n"
 
 
 def test_a_damaged_model_is_skipped_and_named(talkers):

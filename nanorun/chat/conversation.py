@@ -26,7 +26,7 @@ from nanorun.text.chat import Part, Piece, fit_prompt, join_pieces, render
 
 @dataclass(frozen=True)
 class ChatOptions:
-    model: str | None = None  # a run; None: the newest chat model, or else the newest base model
+    model: str | None = None  # a run; None: the one that was trained last
     sampling: Sampling = DEFAULT_SAMPLING
     max_tokens: int = 512
     system: str | None = None
@@ -102,6 +102,7 @@ class ChatAnswer:
             "parts": self.parts,
             "finish": self.reply.finish,
             "model": self._model.name,
+            "kind": self._model.config.kind,
             "step": self._model.step,
             "prompt_tokens": self.reply.prompt_tokens,
             "tokens": self.tokens,

@@ -84,7 +84,10 @@ def _answer_once(conversation: Dialogue | Continuation, question: str, as_json: 
     model = conversation.model
     screen = Screen(tools=False, strip=model.is_chat_model)
     answer = conversation.ask(question)
-    if not model.is_chat_model:
+    if not model.was_named:
+        kind = "chat model" if model.is_chat_model else "base model: continues text"
+        screen.note(f"answering: '{model.name}' ({kind})")
+    elif not model.is_chat_model:
         screen.note(f"'{model.name}' is a base model: it continues the text.")
     try:
         for kind, text in answer:

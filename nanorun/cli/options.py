@@ -58,9 +58,9 @@ Deterministic = Annotated[
 Track = Annotated[Literal["wandb", "trackio"] | None, typer.Option(help="Log there as well.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete an existing run of this name and start over.")]
 Save = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
-Model = Annotated[str | None, typer.Option(help="A run's name (default: the newest).")]
+Model = Annotated[str | None, typer.Option(help="A run's name (default: the one trained last).")]
 ChatModel = Annotated[
-    str | None, typer.Option(help="A run's name (default: the newest chat model, else base model).")
+    str | None, typer.Option(help="A run's name (default: the chat model trained last, else base model).")
 ]
 Int8 = Annotated[bool, typer.Option("--int8", help="Quantize weights to int8.")]
 Tools = Annotated[Literal["calculator", "python", "none"], typer.Option(help="Tool that answers may call.")]

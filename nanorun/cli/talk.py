@@ -14,7 +14,7 @@ def chat(
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="Answer this prompt and exit; - reads it from stdin.")
     ] = None,
-    model: opt.ChatModel = None,
+    model: opt.Model = None,
     system: Annotated[str | None, typer.Option(help="The system message of a chat model.")] = None,
     tools: opt.Tools = "calculator",
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.6,
@@ -48,7 +48,7 @@ def chat(
 
 @app.command(epilog=opt.example("nanorun serve --port 8000"))
 def serve(
-    model: opt.ChatModel = None,
+    model: opt.Model = None,
     host: Annotated[str, typer.Option(help="Listen here; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free port.")] = 8000,
     api_key: Annotated[

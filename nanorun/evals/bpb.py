@@ -29,6 +29,7 @@ from torch import Tensor
 
 from nanorun import hardware
 from nanorun.config import IGNORE, ModelConfig
+from nanorun.console import say
 from nanorun.data.dataset import Dataset, open_dataset
 from nanorun.data.loader import Batch, Loader, to_device
 from nanorun.data.packing import Packing
@@ -60,6 +61,8 @@ class BpbResult:
 def evaluate_run(name: str | None, data: str | None, max_tokens: int | None) -> dict[str, Any]:
     """`eval bpb`: a trained model on the validation split of its own dataset, or of another."""
     loaded = load_model(name)
+    if name is None:
+        say(f"evaluating {loaded}")
     dataset = open_dataset(data or loaded.config.data)
     result = evaluate_model(loaded.model, loaded.tokenizer, dataset, max_tokens)
     return record(

@@ -30,7 +30,6 @@ from nanorun.evals.replies import GradedReply, ReplySettings, generate_replies, 
 from nanorun.infer.load import load_model, model_from_weights
 from nanorun.model.gpt import GPT
 from nanorun.provenance import record
-from nanorun.runs import runs_for_chat
 from nanorun.tasks import catalogue
 from nanorun.tasks.task import Task
 from nanorun.text.tokenizer import Tokenizer
@@ -44,7 +43,7 @@ _FORMAT, _VERSION = "nanorun-replies", 1
 
 @dataclass(frozen=True)
 class ChatEvalOptions:
-    model: str | None = None  # a run; None: the newest chat model, or else the newest
+    model: str | None = None  # a run; None: the chat model that was trained last, or else the base model
     tasks: Sequence[str] = ()  # empty: the tasks of ChatCORE whose files are present
     split: str = "test"
     max_per_task: int | None = None
@@ -55,7 +54,9 @@ class ChatEvalOptions:
 
 def evaluate_chat(options: ChatEvalOptions) -> dict[str, Any]:
     """Generates, grades and saves the replies; returns the scores as one record."""
-    loaded = load_model(options.model, runs_for_chat())
+    loaded = load_model(options.model, prefer_chat=True)
+    if options.model is None:
+        say(f"evaluating {loaded}")
     tasks = open_tasks(options, loaded.config.data)
     replies: list[GradedReply] = []
     for spec, task in tasks.items():

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from nanorun import hardware, home
-from nanorun.console import Progress
+from nanorun.console import Progress, say
 from nanorun.data.bundle import Bundle, open_bundle
 from nanorun.errors import UserError
 from nanorun.evals.core_models import NanorunModel, open_hugging_face
@@ -65,6 +65,8 @@ def evaluate_core(run: str | None, hugging_face: Path | None, options: CoreOptio
             result = evaluate(model, tokenizer, selected, options, hugging_face.resolve().name)
             return None if rank_and_world()[0] else result
         loaded = load_model(run)
+        if run is None and not rank_and_world()[0]:
+            say(f"evaluating {loaded}")
         use_fastest_attention(loaded.model)
         model = NanorunModel(loaded.model)
         result = evaluate(model, loaded.tokenizer, selected, options, loaded.run, loaded.step)

@@ -4,7 +4,7 @@
 generate replies: the engine, the stop tokens and the tool.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from nanorun.console import command, say
 from nanorun.errors import UserError
 from nanorun.infer.engine import Engine, Settings, Tool
 from nanorun.model.gpt import GPT, empty
-from nanorun.runs import CHAT_KINDS, loadable_runs, read_config, runs_for_chat
+from nanorun.runs import CHAT_KINDS, default_runs, read_config
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.tools.calls import ToolState, calculate, python_tool
@@ -34,15 +34,23 @@ class LoadedModel:
     model: GPT
     tokenizer: Tokenizer
 
+    @property
+    def is_chat_model(self) -> bool:
+        return self.config.kind in CHAT_KINDS
 
-def load_model(run: str | None = None, candidates: Sequence[str] | None = None) -> LoadedModel:
+    def __str__(self) -> str:
+        return f"'{self.run}' ({'chat' if self.is_chat_model else 'base'} model)"
+
+
+def load_model(run: str | None = None, *, prefer_chat: bool = False) -> LoadedModel:
     """Loads a run's newest weights on this machine's device, in its compute dtype.
 
-    Without a run name it loads the first of the candidates (default: all runs, newest first) that is intact.
+    Without a name it loads the run that was trained last; if that is damaged, the one before. `prefer_chat` takes a
+    base model only where there is no chat model.
     """
     if run is not None:
         return _load(run)
-    candidates = [run.name for run in loadable_runs()] if candidates is None else candidates
+    candidates = default_runs(prefer_chat)
     for candidate in candidates:
         try:
             return _load(candidate)
@@ -86,17 +94,18 @@ class ServedModel:
 
     def __init__(
         self,
-        run: str | None = None,  # None: the newest chat model, or else the newest base model
+        run: str | None = None,  # None: the one that was trained last
         settings: Settings | None = None,
         *,
         tools: ToolName = "calculator",
         draft: str | None = None,  # the run of a smaller model, for speculative decoding
     ) -> None:
         function = python_tool(Sandbox.probe()) if tools == "python" else calculate
-        loaded = load_model(run, runs_for_chat())
+        loaded = load_model(run)
+        self.was_named = run is not None
         self.name, self.step, self.config = loaded.run, loaded.step, loaded.config
         self.tokenizer = tokenizer = loaded.tokenizer
-        self.is_chat_model = self.config.kind in CHAT_KINDS
+        self.is_chat_model = loaded.is_chat_model
         if tools == "python" and not self.is_chat_model:
             raise UserError(
                 f"'{self.name}' is a base model, which only continues text: leave out --tools python."

@@ -369,7 +369,7 @@ def common_summary(t: loop.Training, steps: Sequence[Mapping[str, Any]]) -> dict
         "skipped_steps": sum(bool(r["skipped"]) for r in steps),
         "device": hardware.detect().name,
         "torch": torch.__version__,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "finished": time.strftime(runs.TIME_FORMAT, time.gmtime()),
     }
 
 
