@@ -44,6 +44,7 @@ class Handle:
 
     def __init__(self, request: Request, listener: Listener | None, wake: Callable[[], None]) -> None:
         self.request, self.listener = request, listener
+        self.on_sample: Callable[[], object] = lambda: None  # called in the engine's thread as each sample is done
         self.cancelled = False
         self._wake = wake
         self._replies: dict[int, Reply] = {}
@@ -70,6 +71,7 @@ class Handle:
 
     def set_result(self, sample: int, reply: Reply) -> None:
         self._replies[sample] = reply
+        self.on_sample()
         if len(self._replies) == self.request.samples and not self._future.done():
             self._future.set_result([self._replies[sample] for sample in range(self.request.samples)])
 
@@ -165,11 +167,15 @@ class Engine:
         return {"weights": sum(m.bytes for m in models), "cache": sum(c.bytes for c in caches)}
 
     def generate(
-        self, requests: Sequence[Request], on_reply: Callable[[], None] | None = None
+        self,
+        requests: Sequence[Request],
+        on_reply: Callable[[], None] | None = None,
+        on_sample: Callable[[], object] | None = None,
     ) -> list[Reply]:
         """All replies, in the order of the requests; the samples of one request are adjacent.
 
-        `on_reply` is called as each request, in order, is done.
+        `on_reply` is called as each request, in order, is done; `on_sample`, in the engine's thread, as each of their
+        samples is done, in any order.
         """
         for request in requests:  # all, before any runs
             request.check(self.context, self.vocab_size, self.tokenizer is not None)
@@ -178,6 +184,8 @@ class Engine:
         try:
             with self._lock:  # all arrive at once: which sequences share steps is the same every time
                 handles += [self.submit(request, limit_queue=False) for request in requests]
+                for handle in handles:
+                    handle.on_sample = on_sample or handle.on_sample
             for handle in handles:
                 replies += handle.result()
                 if on_reply is not None:

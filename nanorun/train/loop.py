@@ -87,7 +87,7 @@ class Training:
     unit: Literal["tok", "step"] = "tok"  # of the progress bar
     position: dict[str, Any] = field(default_factory=dict)  # of the loader, after the last complete step
     should_stop: Callable[[], object] = lambda: False  # called before each micro-batch
-    on_micro_batch: Callable[[int], object] = lambda tokens: None  # called after each micro-batch
+    on_micro_batch: Callable[[float], object] = lambda size: None  # called after each micro-batch, with its size
     step: int = 0  # completed updates
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
@@ -203,8 +203,8 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
         if t.step:  # the last session may have been killed between saving and evaluating
             log_missing_evaluations(t, evaluations_due(t))
         t.should_stop = lambda: stop.requested
-        # On CUDA the host runs ahead of the device, so progress advances with each step.
-        by_micro_batch = t.device.type != "cuda" and t.unit == "tok"
+        # On CUDA the host runs ahead of the device, so progress in tokens advances with each step.
+        by_micro_batch = t.device.type != "cuda" or t.unit == "step"
         t.on_micro_batch = bar.advance if by_micro_batch else t.on_micro_batch
         while t.step < train.steps and not stop.requested:
             try:
@@ -216,8 +216,8 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
             t.log(step_record(t, step))
-            advanced = 1 if t.unit == "step" else 0 if by_micro_batch else step.input_tokens
-            bar.advance(advanced, step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}")
+            note = step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}"
+            bar.advance(0 if by_micro_batch else step.input_tokens, note)
             if warning := t.throughput.record(step.input_tokens, step.seconds, step.waited):
                 bar.note(warning)
             if step.verdict != "ok":

@@ -14,7 +14,7 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanorun import checkpoint, hardware, home
 from nanorun.config import Config, Dtype
-from nanorun.console import command, say
+from nanorun.console import Progress, command, say
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
 from nanorun.infer.load import model_from_weights
@@ -39,6 +39,7 @@ from nanorun.train.policy import Rollout, micro_batches, policy_loss, token_logp
 from nanorun.train.rl_config import OpenTask, RLConfig, configure
 from nanorun.train.rollouts import RolloutSource, TaskSplits, open_tasks
 
+FIRST_EVALUATION_S = 120.0  # or as long as the sampling of one step, if that is longer
 MICRO_TOKENS = {"cuda": 16_384, "mps": 4_096, "cpu": 4_096}
 REFERENCE = "reference"  # the parent's weights, kept for the KL penalty
 
@@ -75,14 +76,33 @@ def train_rl(
                 f"'{rl.parent}' is a base model, not trained to answer: few replies will get a reward. "
                 f"Run {command('train sft')} --from {rl.parent} first."
             )
+        say(
+            f"loading '{rl.parent if found is None else name}': {rl.problems} problems a step, {rl.samples} replies "
+            f"each, at most {rl.max_tokens} tokens"
+        )
         training, reference = assemble(config, rl, run, options, found, tasks)
         with training.loader:
             if found is None:
-                loop.log_evaluation(training)
+                evaluate_parent(training, rl)
             step = functools.partial(rl_step, rl=rl, reference=reference)
             if not loop.train(training, step):
                 raise Interrupted(run, training.step, config.train.steps)
             return finish(training, rl)
+
+
+def evaluate_parent(t: loop.Training, rl: RLConfig) -> None:
+    """Measures the weights that the run starts from. Its duration limits the number of held-out problems."""
+    source = cast(RolloutSource, t.loader)
+    problems = len(source.held_out)
+    with Progress(f"evaluating {rl.parent} on held-out problems", problems * rl.samples, "reply") as bar:
+        evaluate = functools.partial(
+            source.evaluate, on_sample=functools.partial(bar.advance, 1), seconds=FIRST_EVALUATION_S
+        )
+        result = loop.log_evaluation(replace(t, evaluate=evaluate))
+    t.position = source.state()
+    kept = len(source.held_out)
+    few = f", not {problems}, to keep it near {FIRST_EVALUATION_S:.0f} seconds" if kept < problems else ""
+    say(f"{result.sentence()} before the first step (on {kept} problems{few})")
 
 
 def assemble(
@@ -131,6 +151,7 @@ def assemble(
         throughput=ThroughputMonitor(min_fraction=0.0),  # reply lengths vary, and throughput with them
         unit="step",
     )
+    source.on_sample = lambda: training.on_micro_batch(1 / (rl.problems * rl.samples))  # of a step
     if found is not None:
         loop.restore(training, found)
     return training, reference

@@ -7,10 +7,12 @@ same problems and samples.
 The engine holds a second copy of the weights, laid out for decoding, and loads the new ones before each step.
 """
 
+import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -111,10 +113,8 @@ class RolloutSource:
         if not self.problems:
             raise UserError(f"There are no problems in {', '.join(config.tasks)}: nothing can be learned.")
         self._order: tuple[int, list[int]] = (-1, [])  # epoch, and its shuffle
-        self.held_out: list[tuple[str, Task, int]] = []
-        per_task = -(-config.eval_problems // len(tasks))
-        for spec, (_, task) in tasks.items():
-            self.held_out += [(spec, task, i) for i in select_questions(len(task), per_task)]
+        self.held_out = self._select_held_out(tasks)
+        self.on_sample: Callable[[], object] = lambda: None  # called as each rollout to train on is done
         self.drawn = 0
         self.last_result: HeldOutResult | None = None
         if state is not None:
@@ -124,6 +124,7 @@ class RolloutSource:
                     f"{len(self.problems)}: restore its files, or start over with --fresh."
                 )
             self.drawn = state["drawn"]
+            self.held_out = self.held_out[: state.get("held_out")]
         batch = config.problems * config.samples
         slots = max_slots(model.config, model.embed.weight.device, batch, model.dtype.itemsize)
         self.engine = Engine(model, tokenizer, Settings(slots=slots, tool_threads=0))
@@ -140,7 +141,9 @@ class RolloutSource:
             for number, (spec, index) in zip(numbers, problems, strict=True)
         ]
         groups = []
-        for (spec, index), request, replies in zip(problems, requests, self._sample(requests), strict=True):
+        self.engine.load_weights(self.model)
+        sampled = self._sample(requests, self.on_sample)
+        for (spec, index), request, replies in zip(problems, requests, sampled, strict=True):
             rewards = [self._grade(spec, self.tasks[spec], index, reply).reward or 0.0 for reply in replies]
             scored = zip(replies, rewards, advantages(rewards, self.config.normalize_std), strict=True)
             groups.append([_rollout(list(request.prompt), *each) for each in scored])
@@ -156,14 +159,28 @@ class RolloutSource:
             self._order = epoch, order
         return self.problems[self._order[1][at]]
 
-    def evaluate(self) -> HeldOutResult:
-        """Rewards of rollouts of the held-out problems, sampled with the same seeds every time."""
-        requests = [
-            self._make_request(task, index, derive_seed(self.seed, "held out", spec, index))
-            for spec, task, index in self.held_out
-        ]
-        groups = zip(self.held_out, self._sample(requests), strict=True)
-        graded = [self._grade(*problem, reply) for problem, replies in groups for reply in replies]
+    def evaluate(
+        self, on_sample: Callable[[], object] | None = None, seconds: float = math.inf
+    ) -> HeldOutResult:
+        """Rewards of rollouts of the held-out problems, sampled with the same seeds every time.
+
+        Problems that would take longer than `seconds` are dropped, here and from all later evaluations. Those of the
+        first batch, as many as one step samples, always stay.
+        """
+        start, batch = time.perf_counter(), self.config.problems
+        graded: list[GradedReply] = []
+        self.engine.load_weights(self.model)
+        for first in range(0, len(self.held_out), batch):
+            if first and (time.perf_counter() - start) * (first + batch) / first > seconds:
+                self.held_out = self.held_out[:first]
+                break
+            problems = self.held_out[first : first + batch]
+            requests = [
+                self._make_request(task, index, derive_seed(self.seed, "held out", spec, index))
+                for spec, task, index in problems
+            ]
+            groups = zip(problems, self._sample(requests, on_sample), strict=True)
+            graded += [self._grade(*problem, reply) for problem, replies in groups for reply in replies]
         rewards, n = [reply.reward or 0.0 for reply in graded], self.config.samples
         by_task: dict[str, list[float]] = {}
         for reply, reward in zip(graded, rewards, strict=True):
@@ -177,13 +194,23 @@ class RolloutSource:
         return self.last_result
 
     def state(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "problems": len(self.problems)}
+        return {"drawn": self.drawn, "problems": len(self.problems), "held_out": len(self.held_out)}
 
     def __enter__(self) -> "RolloutSource":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
+
+    def _select_held_out(self, tasks: TaskSplits) -> list[tuple[str, Task, int]]:
+        """Tasks by turns, each in random order: any number of the first ones is a fair sample."""
+        per_task = -(-self.config.eval_problems // len(tasks))
+        columns = []
+        for spec, (_, task) in tasks.items():
+            indices = select_questions(len(task), per_task)
+            random.Random(derive_seed("held out", spec)).shuffle(indices)
+            columns.append([(spec, task, index) for index in indices])
+        return [problem for turn in zip_longest(*columns) for problem in turn if problem is not None]
 
     def _make_request(self, task: Task, index: int, seed: int, logprobs: int | None = None) -> Request:
         config = self.config
@@ -192,10 +219,11 @@ class RolloutSource:
         sampling = Sampling(temperature=config.temperature, seed=seed)
         return reply_request(prompt, self.tokenizer, sampling, config.max_tokens, config.samples, logprobs)
 
-    def _sample(self, requests: Sequence[Request]) -> list[list[Reply]]:
+    def _sample(
+        self, requests: Sequence[Request], on_sample: Callable[[], object] | None
+    ) -> list[list[Reply]]:
         """The replies to each request."""
-        self.engine.load_weights(self.model)
-        replies, n = self.engine.generate(requests), self.config.samples
+        replies, n = self.engine.generate(requests, on_sample=on_sample), self.config.samples
         # The engine's thread may go idle only a moment later, and until then some libraries would use as few threads
         # here as it does, and round differently.
         torch.set_num_threads(torch.get_num_threads())

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from small_tasks import HERE, Echo, Spell, Sum, furnish, half_taught, open_task
 
-from nanorun import checkpoint
+from nanorun import checkpoint, console
 from nanorun.errors import UserError
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
@@ -144,7 +145,7 @@ def test_problems_come_once_a_pass_in_another_order_each_time_and_steps_may_cros
             next(rollouts)
     assert sorted(first) == sorted(second) == [("echo", i) for i in range(40)]
     assert first != second
-    assert rollouts.state() == {"drawn": 48, "problems": 40}
+    assert rollouts.state() == {"drawn": 48, "problems": 40, "held_out": 4}
 
 
 def test_a_tiny_model_learns_a_tiny_task(world):
@@ -392,6 +393,26 @@ def test_evaluations_during_training_change_nothing(world):
     evals = [r for r in read_metrics(world / "runs" / "watched") if r["kind"] == "eval"]
     assert [record["step"] for record in evals] == list(range(7))
     assert set(evals[0]) >= {"val_reward", "val_pass@1", "val_pass@2", "val_pass@4", "val_pass@6"}
+
+
+def test_before_its_first_step_it_says_what_it_does_and_limits_the_time(world, monkeypatch, capsys):
+    monkeypatch.setattr(console, "_PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(rl, "FIRST_EVALUATION_S", 0.0)
+    few = learn("bounded", ("echo", "spell"), eval_problems=12, train={"eval_every": 2})
+    said = capsys.readouterr().err
+    assert "loading 'echoes': 4 problems a step, 6 replies each, at most 8 tokens" in said
+    first = said.index("evaluating echoes on held-out problems: 1 of 72 reply, ")
+    assert said.index("before the first step (on 4 problems, not 12, to keep it near 0 seconds)") > first
+    assert re.search(r"training bounded: 0\.\d+ of 4 step, ", said), "progress within the first step"
+    assert few["eval_problems"] == found_state(world, "bounded")["loader"]["held_out"] == 4
+    assert {"val_reward_echo", "val_reward_spell"} <= few.keys(), "both tasks are among the first problems"
+    monkeypatch.undo()
+    monkeypatch.setenv("NANORUN_HOME", str(world))
+    run, config, learning = configured(
+        "bounded", ("echo", "spell"), eval_problems=12, steps=6, train={"eval_every": 2}
+    )
+    more = rl.train_rl(run, config, learning, rl.RLOptions(), open_task)
+    assert more["eval_problems"] == 4, "later evaluations are comparable"
 
 
 # -- the command line --------------------------------------------------------------------------------
