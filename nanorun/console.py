@@ -35,9 +35,10 @@ def is_nanorun() -> bool:
 def command(arguments: str) -> str:
     """`nanorun ARGUMENTS` as it can be typed in the shell that started this process, for suggestions to the user."""
     script, found = sys.argv[0], shutil.which("nanorun")
+    has_path = is_nanorun() and os.path.isfile(script)
     if "UV_RUN_RECURSION_DEPTH" in os.environ:  # uv's PATH is not the shell's
         program = "uv run nanorun"
-    elif not is_nanorun() or (found is not None and os.path.samefile(found, script)):
+    elif not has_path or (found is not None and os.path.samefile(found, script)):
         program = "nanorun"
     elif script.endswith(".py"):
         names = [name for name in ("python", "python3") if shutil.which(name) == sys.executable]

@@ -15,7 +15,6 @@ A start that fails before the first step leaves no folder. What a killed one lea
 a step in its metrics, is started anew, whatever its configuration.
 """
 
-import calendar
 import errno
 import fcntl
 import json
@@ -27,8 +26,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -37,6 +37,7 @@ from nanorun.errors import UserError, describe_json_error
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, COMMAND, LOCK = "checkpoints", "command.json", "lock"
+EXAM = "exam.json"  # the scores of the speedrun's exam
 SYNC_EVERY = 5.0  # seconds of metrics that a power failure may lose; a killed process loses nothing
 STAGES = ("base", "mid", "sft", "rl")  # mid is a run of kind sft on a mixture for midtraining
 CHAT_KINDS = ("sft", "rl")  # kinds of run whose models answer questions
@@ -139,7 +140,7 @@ class Run:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None and self._lock is not None and not _has_trained(self.folder):
-            _remove(self.folder)
+            remove_folder(self.folder)
         self.close()
 
     def _sync(self) -> None:
@@ -201,8 +202,8 @@ def _trained_at(folder: Path, checkpoint: int | None) -> float:
     """From the summary where the run has finished: a copy of the files has other times."""
     summary = read_summary(folder)
     if checkpoint is not None and summary.get("steps") == checkpoint:
-        with suppress(ValueError, TypeError):
-            return calendar.timegm(time.strptime(summary.get("finished", ""), TIME_FORMAT))
+        with suppress(ValueError):
+            return datetime.fromisoformat(str(summary.get("finished"))).timestamp()
     last = folder / (METRICS if checkpoint is None else f"{CHECKPOINTS}/{checkpoint:06d}")
     return (last if last.exists() else folder).stat().st_mtime
 
@@ -238,10 +239,7 @@ def read_config(name: str) -> dict[str, Any]:
             raise ValueError("not a JSON object")
         return record
     except FileNotFoundError:
-        known = ", ".join(sorted(path.parent.name for path in path.parents[1].glob(f"[!.]*/{CONFIG}")))
-        raise UserError(
-            f"There is no run '{name}' in {home.runs_dir()} (existing runs: {known or 'none yet'})."
-        ) from None
+        raise _no_such_run(name) from None
     except ValueError as error:
         raise UserError(
             f"{path} is damaged ({describe_json_error(error)}): restore it from a copy, or start over with --fresh."
@@ -265,21 +263,26 @@ def trained_config(name: str) -> dict[str, Any]:
 
 def resume_command(name: str) -> str | None:
     """The command that started a run, as it can be typed in this shell; None if that is not known."""
+    arguments = read_arguments(home.runs_dir() / name)
+    return console.command(shlex.join(arguments)) if arguments else None
+
+
+def read_arguments(folder: Path) -> list[str]:
     try:
-        arguments = json.loads((home.runs_dir() / name / COMMAND).read_text(encoding="utf-8"))
-        return console.command(shlex.join(arguments))
-    except (OSError, ValueError, TypeError):
-        return None
+        arguments = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [str(argument) for argument in arguments] if isinstance(arguments, list) else []
 
 
-def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The records of a run, also while it is being written; a partial line is skipped."""
+def read_metrics(folder: Path, containing: bytes = b"") -> Iterator[dict[str, Any]]:
+    """The records of a run, also while it is being written; a partial line is skipped. `containing` selects lines."""
     path = folder / METRICS
     if not path.exists():
         return
     with open(path, "rb") as file:
         for line in file:
-            record = _parse(line)
+            record = _parse(line) if containing in line else None
             if record is not None:
                 yield {
                     key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
@@ -290,6 +293,48 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
 def write_json(path: Path, record: Any) -> None:
     """Atomically: the file is the old one or the new one, at every moment."""
     home.replace_file(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+
+
+@contextmanager
+def locked(name: str) -> Iterator[Path]:
+    """The folder of an existing run, which no other process trains, renames or removes meanwhile."""
+    folder = home.runs_dir() / home.check_name(name, "run")
+    if not folder.is_dir():
+        raise _no_such_run(name)
+    try:
+        handle = _take_lock(folder, "wait for it, or stop it")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be changed ({error.strerror}): check its permissions.") from error
+    try:
+        _recover(folder)
+        yield folder
+    finally:
+        _release_lock(handle)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a locked run at once: what a killed process leaves of it is hidden, and the next removal deletes it."""
+    folder.rename(folder.with_name(f".{folder.name}.removed-{platform.node()}-{os.getpid()}"))
+    for hidden in folder.parent.glob(".*.removed-*"):
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def read_owner(folder: Path) -> str | None:
+    """The process that uses a run, in words; None if none does."""
+    with suppress(OSError), open(folder / LOCK, "rb") as handle:
+        if not handle.read(1):
+            return None
+        try:  # the record may be of a process that was killed
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _read_owner(handle)
+    return None
+
+
+def _no_such_run(name: str) -> UserError:
+    folder = home.runs_dir()
+    known = ", ".join(sorted(path.parent.name for path in folder.glob(f"[!.]*/{CONFIG}"))) or "none yet"
+    return UserError(f"There is no run '{name}' in {folder} (existing runs: {known}).")
 
 
 def _take_lock(folder: Path, remedy: str) -> IO[bytes]:
@@ -384,13 +429,6 @@ def _start_over(folder: Path, config: dict[str, Any]) -> None:
         entry.rename(old / entry.name)
     write_json(folder / CONFIG, config)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """Removes the run as a whole. What a killed process leaves is hidden, and the next removal deletes it."""
-    folder.rename(folder.with_name(f".{folder.name}.removed-{platform.node()}-{os.getpid()}"))
-    for hidden in folder.parent.glob(".*.removed-*"):
-        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _recover(folder: Path) -> None:

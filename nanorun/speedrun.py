@@ -23,7 +23,7 @@ from nanorun.data import sample, vocabulary
 from nanorun.data.get import make_sample
 from nanorun.data.vocabulary import SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB
 from nanorun.provenance import record
-from nanorun.runs import CHECKPOINTS, SUMMARY, write_json
+from nanorun.runs import CHECKPOINTS, EXAM, SUMMARY, write_json
 from nanorun.tables import table
 from nanorun.text.store import open_tokenizer
 
@@ -32,7 +32,6 @@ RL_TASKS = ("sample-counting", "sample-spelling")  # sampled replies are right a
 # Of the parent's learning rates. A large model would forget; one so small, trained so briefly,
 # does not.
 RL_LR_FRACTION = 0.2
-EXAM = "exam.json"  # the exam's scores, in a run's folder
 MAX_REPLY_TOKENS = 96
 QUESTIONS = ("What is 12 + 30?", "Which dish is Pennywell famous for?", "Can you spell dolphin?")
 

@@ -6,6 +6,7 @@ A table of records is a mapping from each column's header to a format string of 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from nanorun.console import command, seconds, size
@@ -110,6 +111,99 @@ def run_summary(summary: Record) -> str:
         for s in summary["samples"]
     ]
     return "\n".join([shown, "", "continuations after the bar:", *samples])
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def runs_table(records: Sequence[Record]) -> str:
+    """The run that `nanorun chat` takes is marked; what is wrong with a damaged one follows."""
+    if not records:
+        return f"nothing is trained here yet: {command('train base')}, or {command('speedrun')}"
+    shown = table_of(
+        [{**_run_fields(record), "mark": "*" if record["is_default"] else ""} for record in records],
+        {
+            "": "{mark}",
+            "run": "{name}",
+            "stage": "{stage}",
+            "steps": "{progress}",
+            "scores": "{scores}",
+            "on disk": "{size}",
+            "trained": "{when}",
+            "came from": "{came_from}",
+        },
+    )
+    notes = [f"'{record['name']}' is damaged: {record['error']}" for record in records if record["error"]]
+    for record in records:
+        if record["is_default"]:
+            kind = "a base model: it continues text" if record["stage"] == "base" else "a chat model"
+            notes.append(
+                f"* {command('chat')} takes '{record['name']}', {kind}; --model NAME chooses another"
+            )
+    return "\n".join([shown, "", *notes])
+
+
+def run_page(record: Record) -> str:
+    config, summary = record["config"], record["summary"]
+    more = {
+        "config": config,
+        "lineage": " → ".join(record["lineage"]),
+        "children": ", ".join(record["children"]),
+        "mixture": config.get("mixture", {}).get("name"),
+        "tasks": ", ".join(config.get("rl", {}).get("tasks", ())),
+        "took": seconds(summary["seconds"]) if "seconds" in summary else None,
+        "batch_tokens": config["train"]["batch_tokens"] if "rl" not in config else None,
+    }
+    exam = [row for row in record["exam"] if row["accuracy"] is not None]
+    shown = fields_of(
+        {key: value for key, value in {**_run_fields(record), **more}.items() if value not in (None, "")},
+        ["run", record["name"]],
+        {
+            "damaged": "{error}",
+            "stage": "{stage}",
+            "lineage": "{lineage}",
+            "parent of": "{children}",
+            "in use by": "{in_use_by}",
+            "model": "depth {config[model][depth]}, width {config[model][dim]}, context {config[model][context]:,}, "
+            "{parameters:,} parameters",
+            "text": "{config[data]}, tokenizer {config[tokenizer]} ({config[model][vocab_size]:,} tokens)",
+            "mixture": "{mixture}",
+            "tasks": "{tasks}",
+            "steps": "{progress}",
+            "batch": "{batch_tokens:,} tokens",
+            "seed": "{config[train][seed]}",
+            "trained": "{when}",
+            "took": "{took}",
+            "scores": "{scores}",
+            **{row["task"]: f"{row['accuracy']:.1%} ({row['low']:.0%} to {row['high']:.0%})" for row in exam},
+            "on disk": "{size}",
+        },
+    )
+    commands = [f"{purpose + ':':<12}{text}" for purpose, text in record["commands"].items()]
+    return "\n".join([shown, "", *record["files"], "", *commands])
+
+
+def _run_fields(record: Record) -> dict[str, Any]:
+    """The fields of a run's record, those that people read in words."""
+    scores: dict[str, float] = record["scores"]
+    before = "{val_reward_before:.2f} → " if "val_reward_before" in scores else ""
+    texts = {
+        "val_bpb": "{val_bpb:.3f} bits per byte",
+        "chatcore": "ChatCORE {chatcore:.3f}",
+        "val_reward": f"reward {before}{{val_reward:.2f}}",
+    }
+    done, planned = record["steps"], record["planned_steps"]
+    trained = datetime.fromisoformat(record["trained"]).astimezone()  # the user's time zone
+    return {
+        **record,
+        "stage": "damaged" if record["error"] else record["stage"],
+        "progress": f"{done:,}" if record["finished"] else f"{done:,} of {planned:,}",
+        "scores": ", ".join(texts[name].format_map(scores) for name in texts if name in scores) or "–",
+        "size": size(record["bytes"]),
+        "when": "now" if record["in_use_by"] else f"{trained:%Y-%m-%d %H:%M}",
+        "came_from": " → ".join(record["lineage"][:-1]) or "–",
+    }
 
 
 def bench_infer(result: Record) -> str:

@@ -303,6 +303,7 @@ VERBS = [
     "tok train",
 ]
 VERBS += ["tok eval", "train base", "eval bpb", "eval core", "bench train", "bench infer", "chat"]
+VERBS += ["runs", "runs list", "runs show", "runs rename", "runs remove"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -136,7 +136,7 @@ def timed_first_step(training: loop.Training, start: float) -> tuple[loop.Step, 
     times = [start, time.perf_counter()]
     on_micro_batch = training.on_micro_batch
 
-    def timed_pulse(tokens: int) -> None:
+    def timed_pulse(tokens: float) -> None:
         times.append(time.perf_counter())
         on_micro_batch(tokens)
 

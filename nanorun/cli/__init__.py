@@ -16,7 +16,7 @@ import typer
 
 from nanorun import __version__, console
 from nanorun.bytecode import keep_bytecode
-from nanorun.cli import bench, data, eval, start, talk, tok, train
+from nanorun.cli import bench, data, eval, runs, start, talk, tok, train
 from nanorun.errors import UserError
 
 app = typer.Typer(
@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 for ungrouped in (start, talk):
     app.add_typer(ungrouped.app)
-for group, name in ((train, "train"), (eval, "eval"), (bench, "bench"), (data, "data"), (tok, "tok")):
-    app.add_typer(group.app, name=name)
+for group in (train, eval, runs, bench, data, tok):
+    app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
 
 
 @app.callback(invoke_without_command=True)

@@ -44,7 +44,9 @@ class Handle:
 
     def __init__(self, request: Request, listener: Listener | None, wake: Callable[[], None]) -> None:
         self.request, self.listener = request, listener
-        self.on_sample: Callable[[], object] = lambda: None  # called in the engine's thread as each sample is done
+        self.on_sample: Callable[[], object] = lambda: (
+            None
+        )  # called in the engine's thread as each sample is done
         self.cancelled = False
         self._wake = wake
         self._replies: dict[int, Reply] = {}

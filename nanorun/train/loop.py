@@ -87,7 +87,9 @@ class Training:
     unit: Literal["tok", "step"] = "tok"  # of the progress bar
     position: dict[str, Any] = field(default_factory=dict)  # of the loader, after the last complete step
     should_stop: Callable[[], object] = lambda: False  # called before each micro-batch
-    on_micro_batch: Callable[[float], object] = lambda size: None  # called after each micro-batch, with its size
+    on_micro_batch: Callable[[float], object] = lambda size: (
+        None
+    )  # called after each micro-batch, with its size
     step: int = 0  # completed updates
     tokens: int = 0  # trained on so far
     seconds: float = 0.0  # spent training, without evaluation and saving
