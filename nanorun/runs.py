@@ -140,7 +140,8 @@ class Run:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None and self._lock is not None and not _has_trained(self.folder):
-            remove_folder(self.folder)
+            with suppress(OSError):  # the first error is the one to report
+                remove_folder(self.folder)
         self.close()
 
     def _sync(self) -> None:
@@ -169,9 +170,12 @@ class RunInfo:
 def list_runs() -> list[RunInfo]:
     """The runs of this home, the last trained first; of those trained at the same time, the later stage first."""
     found = []
-    for path in home.runs_dir().glob(f"[!.]*/{CONFIG}"):
-        folder, config, config_error = path.parent, dict[str, Any](), ""
+    parts = [home.runs_dir().glob(f"[!.]*/{part}") for part in (CONFIG, CHECKPOINTS)]
+    for folder in {path.parent for paths in parts for path in paths}:
+        config, config_error = dict[str, Any](), ""
         try:
+            if not (folder / CONFIG).exists():
+                raise UserError(f"{folder / CONFIG} is missing: restore it from a copy, or remove the run.")
             config = read_config(folder.name)
         except UserError as error:
             config_error = str(error)

@@ -105,12 +105,14 @@ def test_an_unfinished_run_shows_how_far_it_is_and_how_to_resume(family, monkeyp
         assert "in use by" in nanorun(family, "runs", "show", "new").stdout
 
 
-@pytest.mark.parametrize("damage", ["config", "settings", "weights"])
+@pytest.mark.parametrize("damage", ["config", "no config", "settings", "weights"])
 def test_a_damaged_run_is_explained_and_hides_no_other(family, damage):
     folder = family / "runs" / "mine"
     if damage == "weights":
         weights = next(folder.glob("checkpoints/*/model.safetensors"))
         weights.write_bytes(weights.read_bytes()[:-1])
+    elif damage == "no config":
+        (folder / "config.json").unlink()
     else:
         (folder / "config.json").write_text("{" if damage == "config" else '{"kind": "base"}')
     shown = nanorun(family, "runs").stdout

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from small_tasks import HERE, Echo, Spell, Sum, furnish, half_taught, open_task
 
-from nanorun import checkpoint, console
+from nanorun import checkpoint, console, run_list
 from nanorun.errors import UserError
 from nanorun.optim import schedules
 from nanorun.optim.optimizer import Optimizer
@@ -303,6 +303,13 @@ def test_more_steps_make_a_finished_run_longer(world, capsys):
     records = steps_of(world, "longer")
     assert [record["step"] for record in records] == list(range(1, 8))
     assert [record["lr"] for record in records[4:]] == pytest.approx([3 / 7, 2 / 7, 1 / 7])
+
+
+def test_a_run_whose_parent_was_renamed_resumes(world):
+    shutil.copytree(world / "runs" / "echoes", world / "runs" / "first-name")
+    learn("renamed-child", parent="first-name")
+    run_list.rename("first-name", "second-name")
+    assert learn_again("renamed-child", steps=5)["parent"] == "second-name"
 
 
 def learn_again(name, steps=4, **changes):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from spike import Spike
 
-from nanorun import checkpoint
+from nanorun import checkpoint, run_list
 from nanorun.config import IGNORE, Config, OptimConfig, TrainConfig, scale_model
 from nanorun.data.conversations import render_all
 from nanorun.data.get import make_sample
@@ -327,6 +328,16 @@ def test_more_epochs_make_a_finished_run_longer(world, capsys):
     assert again == more
     with pytest.raises(UserError, match=r"\(--seed was 0 and is now 1"):
         train_sft(choices(world, epochs=3, seed=1), BaseOptions(name="epochs"))
+
+
+def test_a_run_whose_parent_was_renamed_resumes_and_loads(world):
+    shutil.copytree(world / "runs" / "tiny-base", world / "runs" / "first-name")
+    train_sft(choices(world, steps=3, parent="first-name"), BaseOptions(name="renamed-child", fresh=True))
+    run_list.rename("first-name", "second-name")
+    assert load_model("renamed-child").step == 3
+    longer = train_sft(choices(world, steps=5), BaseOptions(name="renamed-child"))
+    assert (longer["steps"], longer["parent"]) == (5, "second-name"), "without --from it keeps its parent"
+    assert run_list.show_record("renamed-child")["lineage"] == ["second-name", "renamed-child"]
 
 
 def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
