@@ -244,6 +244,8 @@ def read_config(name: str) -> dict[str, Any]:
         return record
     except FileNotFoundError:
         raise _no_such_run(name) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
     except ValueError as error:
         raise UserError(
             f"{path} is damaged ({describe_json_error(error)}): restore it from a copy, or start over with --fresh."

@@ -105,14 +105,16 @@ def test_an_unfinished_run_shows_how_far_it_is_and_how_to_resume(family, monkeyp
         assert "in use by" in nanorun(family, "runs", "show", "new").stdout
 
 
-@pytest.mark.parametrize("damage", ["config", "no config", "settings", "weights"])
+@pytest.mark.parametrize("damage", ["config", "no config", "unreadable config", "settings", "weights"])
 def test_a_damaged_run_is_explained_and_hides_no_other(family, damage):
     folder = family / "runs" / "mine"
     if damage == "weights":
         weights = next(folder.glob("checkpoints/*/model.safetensors"))
         weights.write_bytes(weights.read_bytes()[:-1])
-    elif damage == "no config":
+    elif damage in ("no config", "unreadable config"):
         (folder / "config.json").unlink()
+        if damage == "unreadable config":
+            (folder / "config.json").mkdir()
     else:
         (folder / "config.json").write_text("{" if damage == "config" else '{"kind": "base"}')
     shown = nanorun(family, "runs").stdout
