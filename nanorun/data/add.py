@@ -1,11 +1,19 @@
 """`data add`: make a dataset from a user's files. It appears complete or not at all.
 
-Validation documents are those of `--val FILE`, or else one in a hundred, spread evenly over the input so that a corpus
-sorted by topic is still validated fairly. They are held in memory until the end, at most one shard of them: when it is
-full, every second one goes back to training and only half as many are held out from then on. They form the last
-shard. The rest is training data, which the loader shuffles.
+Validation text is that of `--val FILE`, or else a share of the input: 10% of up to 1 MB of text, about 5% of 2.5 MB,
+1% from 20 MB on (at most one shard), because one document in a hundred of a small corpus gives a figure that is mostly
+noise. It is spread evenly over the input, so that a corpus sorted by topic is still validated fairly:
+
+    short documents   some of them, evenly spaced, are held out whole
+    long documents    some of them, evenly spaced, lose their ends, so that validation text comes from about eight
+                      documents or more; whole ones would be too few
+
+The input is read once. Some documents, the pool, are held in memory until its size is known: at first all of them, and
+when the pool is full, every second one goes to training and only half as many enter it from then on. Validation is the
+last shard. The rest is training data, which the loader shuffles.
 """
 
+import math
 import unicodedata
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,7 +25,12 @@ from nanorun.data.dataset import SHARD_BYTES, Dataset, ParquetWriter, Shard, Spl
 from nanorun.data.readers import collect_files, read_documents
 from nanorun.errors import UserError
 
-VAL_EVERY = 100
+POOL_BYTES = 4_000_000  # at least; more where validation needs more
+MAX_SHARE, MIN_SHARE = 0.1, 0.01  # of the text that is held out, up to SMALL and from LARGE bytes on
+SMALL, LARGE = 1_000_000, 20_000_000
+PIECES = 8  # validation text should come from so many documents
+HANDFUL = 5  # held out at least, of 30 documents or more
+MIN_PIECE = 2_000  # bytes that are cut off a document, at least
 
 
 def default_name(paths: list[Path]) -> str:
@@ -98,49 +111,79 @@ def _write(folder: Path, documents: Iterator[str], split: Split = "train", first
         return writer.finish()
 
 
+def validation_bytes(total: int) -> float:
+    """How much of `total` bytes of text to hold out."""
+    exponent = math.log(MIN_SHARE / MAX_SHARE) / math.log(LARGE / SMALL)
+    share: float = MAX_SHARE * max(total / SMALL, 1) ** exponent
+    return min(max(share, MIN_SHARE) * total, SHARD_BYTES)
+
+
 def _write_holding_out(folder: Path, documents: Iterator[str]) -> list[Shard]:
-    """Writes training shards, then the held-out documents as the last shard."""
-    held, held_bytes, every = [], 0, VAL_EVERY
-    last: str | None = None  # kept back, to be the validation document if there is no other
-
-    def add(document: str) -> None:
-        train.add(document, len(document.encode()))
-
+    """Writes training shards, then the validation text as the last shard."""
+    pool: list[str] = []
+    pool_bytes, total_bytes, every = 0, 0, 1
     with closing(ParquetWriter(folder, "train")) as train:
         for number, document in enumerate(documents, 1):
-            if last is not None:
-                add(last)
-                last = None
+            size = len(document.encode())
+            total_bytes += size
             if number % every:
-                last = document
+                train.add(document, size)
                 continue
-            held.append(document)
-            held_bytes += len(document.encode())
-            if held_bytes > SHARD_BYTES and len(held) > 1:
-                for surplus in held[::2]:
-                    add(surplus)
-                held = held[1::2]
-                held_bytes, every = sum(len(text.encode()) for text in held), 2 * every
-        if last is not None and held:
-            add(last)
-        elif last is not None:
-            if not train.documents:
-                head, last = _cut_in_two(last)
-                add(head)
-            held.append(last)
-        if not train.documents and not held:
+            pool.append(document)
+            pool_bytes += size
+            limit = min(max(2 * validation_bytes(total_bytes), POOL_BYTES), SHARD_BYTES)
+            if pool_bytes > limit and len(pool) > (2 * PIECES if pool_bytes <= SHARD_BYTES else 1):
+                for surplus in pool[::2]:
+                    train.add(surplus, len(surplus.encode()))
+                pool, every = pool[1::2], 2 * every
+                pool_bytes = sum(len(text.encode()) for text in pool)
+        if not pool:
             raise UserError("The files hold no text: add some.")
+        held_out = []
+        for head, tail in _hold_out(pool, validation_bytes(total_bytes)):
+            if head:
+                train.add(head, len(head.encode()))
+            if tail:
+                held_out.append(tail)
+        if not held_out or not train.documents:
+            raise UserError(
+                "One document of a few characters is too little for training and validation: add more text."
+            )
         shards = train.finish()
-    return shards + _write(folder, iter(held), "val", len(shards))
+    return shards + _write(folder, iter(held_out), "val", len(shards))
 
 
-def _cut_in_two(text: str) -> tuple[str, str]:
-    """Splits a single document: about nine tenths for training, the rest for validation."""
-    near = len(text) * 9 // 10
+def _hold_out(pool: list[str], target: float) -> Iterator[tuple[str, str]]:
+    """What of each document is for training, and what for validation: about `target` bytes in all."""
+    sizes = [len(text.encode()) for text in pool]
+    share, piece = target / sum(sizes), max(target / PIECES, MIN_PIECE)
+    is_long = [len(pool) == 1 or size > 2 * piece for size in sizes]
+    long = [index for index in range(len(pool)) if is_long[index]]
+    short = [index for index in range(len(pool)) if not is_long[index]]
+    goal = share * sum(sizes[index] for index in long)
+    cut = _evenly(long, max(round(goal / piece), 1))
+    at_least = max(min(len(pool) // 6, HANDFUL), 1)
+    whole = set(_evenly(short, max(round(share * len(short)), at_least - len(cut))))
+    tail_share = min(goal / max(sum(sizes[index] for index in cut), 1), 0.5)
+    for index, text in enumerate(pool):
+        if index in cut:
+            yield _cut_in_two(text, tail_share)
+        else:
+            yield ("", text) if index in whole else (text, "")
+
+
+def _evenly(items: list[int], count: int) -> list[int]:
+    """That many of the items, evenly spaced."""
+    count = min(count, len(items))
+    return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
+
+
+def _cut_in_two(text: str, share: float) -> tuple[str, str]:
+    """Splits about `share` of the text off its end, at a paragraph, a line or a word where one ends nearby."""
+    near = round(len(text) * (1 - share))
+    earliest = near - (len(text) - near) // 2
     for mark in ("\n\n", "\n", " ", ""):
-        at = text.rfind(mark, near // 2, near) if mark else near
+        at = text.rfind(mark, earliest, near) if mark else near
         if at > 0 and text[:at].strip() and text[at:].strip():
             return text[: at + len(mark)], text[at + len(mark) :]
-    raise UserError(
-        "One document of a few characters is too little for training and validation: add more text."
-    )
+    return text, ""

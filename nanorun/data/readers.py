@@ -1,23 +1,30 @@
-"""Read documents from a user's files: parquet, jsonl or plain text; the last two plain, .gz, .xz or .zst.
+"""Read documents from a user's files: parquet, jsonl, json, csv or plain text; all but parquet also .gz, .xz or .zst.
 
 Every reader is a generator of non-empty documents, in the order of the file, that holds little more than one document
 in memory. Nothing is guessed or repaired: a damaged archive, a line that is not UTF-8 or not JSON, or a missing
 column raises a UserError that names the place.
 
     jsonl    one JSON object per line; lines end at "\\n" only, because texts contain other line separators
+    json     one array of objects, read whole; a file that does not begin with "[" is read as jsonl
+    csv      a header with the names of the columns, then one record per row, separated by "," or ";" or tabs
     parquet  one document per row
     txt      one document per file; long files are split at blank lines, or at each `separator`
 """
 
 import codecs
+import csv
+import errno
 import gzip
 import io
 import json
 import lzma
+import os
 import re
+import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,13 +36,18 @@ KINDS = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
     ".txt": "txt",
     ".text": "txt",
     ".md": "txt",
 }
-SUPPORTED = ".parquet, .jsonl, .ndjson, .txt, .md (all but parquet also compressed: .gz, .xz, .zst)"
+SUPPORTED = (
+    ".parquet, .jsonl, .ndjson, .json, .csv, .txt, .md (all but parquet also compressed: .gz, .xz, .zst)"
+)
+FOLDER_KINDS = ("parquet", "jsonl", "txt")  # a folder's .json and .csv files are read only if they are named
 TXT_CUT = 256 * 1024  # a text file without separator is split into documents of about this many bytes
-LINE_LIMIT = 1 << 29  # longest line and longest document: 512 MiB
+LINE_LIMIT = 1 << 29  # longest line, longest document and longest array of JSON: 512 MiB
 
 Advance = Callable[[int], None]
 
@@ -54,18 +66,8 @@ def collect_files(paths: list[Path]) -> list[Path]:
     """The files to read: `paths`, with each folder replaced by the supported files below it, sorted by name."""
     files: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            below = [p for p in sorted(path.rglob("*")) if p.is_file()]
-            below = [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-            readable = [p for p in below if file_kind(p)[0]]
-            if not readable:
-                raise UserError(f"The folder {path} holds no supported file: {SUPPORTED}.")
-            if len(readable) < len(below):
-                others = len(below) - len(readable)
-                say(f"in {path}: skipped {others} file{'s' * (others > 1)} of unsupported kinds")
-            files += readable
-        elif not path.exists():
-            raise UserError(f"There is no file {path}: check the name and the current folder.")
+        if is_folder(path):
+            files += _files_below(path)
         elif not file_kind(path)[0]:
             raise UserError(f"{path} has no supported suffix: data add reads {SUPPORTED}.")
         else:
@@ -78,12 +80,49 @@ def collect_files(paths: list[Path]) -> list[Path]:
     return files
 
 
+def is_folder(path: Path) -> bool:
+    """Whether the path that a user named is a folder. Raises if there is neither a folder nor a file."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"There is no file {path}: check the name and the current folder.") from error
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The supported files below a folder, except hidden ones, sorted. Reports what it skips."""
+
+    def skip(error: OSError) -> None:
+        if Path(error.filename) == folder:
+            raise UserError(f"Cannot read the folder {folder}: {error.strerror}.") from error
+        say(f"skipped the folder {error.filename}, which cannot be read: {error.strerror}")
+
+    below: list[Path] = []
+    for place, names, files in os.walk(folder, onerror=skip):
+        names[:] = [name for name in names if not name.startswith(".")]
+        if not os.access(place, os.X_OK):  # it lists its files, but does not open them
+            names.clear()
+            skip(PermissionError(errno.EACCES, os.strerror(errno.EACCES), place))
+            continue
+        below += [Path(place, name) for name in files if not name.startswith(".")]
+    below = [path for path in below if path.is_file()]
+    readable = sorted(path for path in below if file_kind(path)[0] in FOLDER_KINDS)
+    if not readable:
+        raise UserError(
+            f"The folder {folder} holds no supported file: {SUPPORTED}; name .json and .csv files themselves."
+        )
+    if others := len(below) - len(readable):
+        say(f"in {folder}: skipped {others} file{'s' * (others > 1)} of unsupported kinds")
+    return readable
+
+
 def read_documents(
     path: Path, *, column: str = "text", separator: str | None = None, advance: Advance = lambda n: None
 ) -> Iterator[str]:
     """Yields the documents of one file. `advance` is called with the number of bytes read since the last call."""
-    with _explained(path), open(path, "rb") as raw:
-        stream = _decompress(raw, path)  # kept until the end: freed, it would close `raw`
+    # The stream is closed here and not when it is freed, because it closes `raw`, whose position is reported.
+    with _explained(path), open(path, "rb") as raw, _decompress(raw, path) as stream:
         if file_kind(path)[0] == "txt":
             lines = (_text(line, number, path) for number, line in _lines(stream, path))
             texts = _cut(lines) if separator is None else _split(lines, separator)
@@ -99,21 +138,30 @@ def read_documents(
         advance(path.stat().st_size - reported)
 
 
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a jsonl or parquet file, each with its location for error messages."""
-    with _explained(path), open(path, "rb") as raw:
-        yield from _records(_decompress(raw, path), path)
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """The records of a file, each with its location for error messages: objects, or whatever else JSON holds."""
+    with _explained(path), open(path, "rb") as raw, _decompress(raw, path) as stream:
+        yield from _records(stream, path)
 
 
-def _records(stream: Any, path: Path, column: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def check_object(place: str, record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        raise UserError(f'{place[0].upper()}{place[1:]} is not a JSON object like {{"text": "..."}}: fix it.')
+    return record
+
+
+def _records(stream: Any, path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
     """Whole records or, where parquet has the column, that column alone."""
     kind = file_kind(path)[0]
     if kind == "parquet":
-        yield from _parquet_records(stream, path, column)
-    elif kind == "jsonl":
-        yield from _json_records(stream, path)
-    else:
-        raise UserError(f"{path} must be .jsonl (plain, .gz, .xz or .zst) or .parquet: convert it.")
+        return _parquet_records(stream, path, column)
+    if kind == "csv":
+        return _csv_records(stream, path)
+    if kind == "json":
+        return _json_records(stream, path)
+    if kind == "jsonl":
+        return _jsonl_records(_lines(stream, path), path)
+    raise UserError(f"{path} must be .jsonl, .json, .csv (plain, .gz, .xz or .zst) or .parquet: convert it.")
 
 
 @contextmanager
@@ -172,21 +220,57 @@ def _text(line: bytes, number: int, path: Path) -> str:
         ) from error
 
 
-def _json_records(stream: Any, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in _lines(stream, path):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(_text(line, number, path))
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply")
-            raise UserError(f"Line {number} of {path} is not JSON ({reason}): fix or remove it.") from error
-        if not isinstance(record, dict):
-            raise UserError(f'Line {number} of {path} is not a JSON object like {{"text": "..."}}: fix it.')
-        yield f"line {number} of {path}", record
+def _jsonl_records(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in lines:
+        if line.strip():
+            yield f"line {number} of {path}", _parse_json(_text(line, number, path), path, number)
 
 
-def _parquet_records(stream: Any, path: Path, column: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_records(stream: Any, path: Path) -> Iterator[tuple[str, Any]]:
+    content = stream.read(LINE_LIMIT + 1)
+    if len(content) > LINE_LIMIT:
+        raise UserError(f"{path} is larger than {LINE_LIMIT >> 20} MiB: convert it to .jsonl, which can be.")
+    lines = list(_lines(io.BytesIO(content), path))
+    first = next((line for _, line in lines if line.strip()), b"")
+    if not first.lstrip().startswith(b"["):
+        yield from _jsonl_records(lines, path)
+        return
+    text = "".join(_text(line, number, path) for number, line in lines)
+    for number, record in enumerate(_parse_json(text, path), 1):
+        yield f"record {number} of {path}", record
+
+
+def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        number = line or getattr(error, "lineno", 1)
+        raise UserError(f"Line {number} of {path} is not JSON ({reason}): fix or remove it.") from error
+
+
+def _csv_records(stream: Any, path: Path) -> Iterator[tuple[str, Any]]:
+    lines = (_text(line, number, path) for number, line in _lines(stream, path))
+    first = next(lines, "")
+    csv.field_size_limit(LINE_LIMIT)
+    rows = csv.reader(chain([first], lines), delimiter=max(",;\t", key=first.count), strict=True)
+    try:
+        header = [name.strip() for name in next(rows, [])]
+        end = rows.line_num
+        for row in rows:
+            start, end = end + 1, rows.line_num
+            if row and len(row) != len(header):
+                raise UserError(
+                    f"Line {start} of {path} has {len(row)} fields, but its header {len(header)}: quote fields with "
+                    'separators or line breaks, "like, this".'
+                )
+            if row:
+                yield f"line {start} of {path}", dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise UserError(f"Line {rows.line_num} of {path} is not CSV ({error}): fix or remove it.") from error
+
+
+def _parquet_records(stream: Any, path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     row = 0
@@ -204,8 +288,9 @@ def _parquet_records(stream: Any, path: Path, column: str | None) -> Iterator[tu
                 yield f"row {row} of {path}", record
 
 
-def _read_column(records: Iterator[tuple[str, dict[str, Any]]], path: Path, column: str) -> Iterator[str]:
+def _read_column(records: Iterator[tuple[str, Any]], path: Path, column: str) -> Iterator[str]:
     for where, record in records:
+        record = check_object(where, record)
         if column not in record and "messages" in record:
             raise UserError(
                 f"{path} holds conversations ('messages'), but data add takes plain text: choose another file."

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_a_dataset_holds_the_documents_of_its_file(home, corpus):
     assert found.total("text_bytes") == sum(len(f"document {i} ü".encode()) for i in range(2500))
     train, val = list(read_texts(found.files("train"))), list(read_texts(found.files("val")))
     assert sorted(train + val) == sorted(f"document {i} ü" for i in range(2500))
-    assert len(val) == 25
+    assert len(val) == 250, "a tenth of a small text"
     assert found.shards[-1].split == "val", "the last shard is validation"
 
 
@@ -68,6 +69,68 @@ def test_a_single_document_is_split_for_validation(home, tmp_path):
     (train,), (val,) = read_texts(added.files("train")), read_texts(added.files("val"))
     assert train + val == text
     assert 0.85 < len(train) / len(text) < 0.95
+
+
+def held_out(folder: Path, sizes: list[int]) -> tuple[list[str], float]:
+    """The validation documents of a text with documents of these sizes, and their share of it."""
+    folder.mkdir(exist_ok=True)
+    rows = (
+        json.dumps({"text": f"document {i:06d} " + "word " * (size // 5 - 3)}) for i, size in enumerate(sizes)
+    )
+    (folder / "text.jsonl").write_text("\n".join(rows))
+    added = add_files([folder], name="held", replace=True)
+    assert added.total("text_bytes") == sum(len(row) for row in read_texts(added.files("train"))) + sum(
+        len(row) for row in read_texts(added.files("val"))
+    )
+    val = list(read_texts(added.files("val")))
+    return val, sum(map(len, val)) / added.total("text_bytes")
+
+
+@pytest.mark.parametrize(
+    ("documents", "size", "low", "high"),
+    [
+        (2000, 200, 0.09, 0.11),  # 0.4 MB
+        (1000, 1000, 0.09, 0.11),
+        (107, 24_000, 0.035, 0.06),  # 2.6 MB, a folder of notes
+        (3000, 3_000, 0.015, 0.025),  # 9 MB
+        (12_000, 2_000, 0.009, 0.011),  # 24 MB
+        (4, 9_000_000, 0.009, 0.011),
+    ],
+)
+def test_the_smaller_the_text_the_more_of_it_is_held_out(home, tmp_path, documents, size, low, high):
+    val, share = held_out(tmp_path / "a", [size] * documents)
+    assert low < share < high
+    assert len(val) >= min(documents, 5)
+
+
+def test_validation_text_is_spread_evenly_over_the_documents(home, tmp_path):
+    for count, size in ((900, 900), (12_000, 2_000)):
+        val, _ = held_out(tmp_path / "a", [size] * count)
+        places = sorted(int(text.split()[1]) for text in val)
+        gaps = np.diff([0, *places, count])
+        assert gaps.max() <= 2.5 * count / len(places)
+
+
+def test_of_a_few_dozen_documents_a_handful_is_held_out(home, tmp_path):
+    assert len(held_out(tmp_path / "a", [300] * 36)[0]) >= 5
+    assert len(held_out(tmp_path / "a", [30_000] * 36)[0]) >= 5
+
+
+def test_few_long_documents_lose_their_ends_and_none_is_lost_whole(home, tmp_path):
+    val, share = held_out(tmp_path / "a", [300_000] * 6)
+    assert len(val) == 6
+    assert not any("document" in text for text in val), "the beginnings are trained on"
+    assert 0.05 < share < 0.1
+    val, share = held_out(tmp_path / "a", [100] * 30 + [2_000_000])
+    assert 0.04 < share < 0.08, "neither the long document nor all short ones"
+    assert len(val) == 5
+
+
+def test_the_same_files_give_the_same_dataset(home, tmp_path):
+    held_out(tmp_path / "a", [700, 9_000, 40_000] * 500)
+    first = open_dataset("held").fingerprint
+    held_out(tmp_path / "a", [700, 9_000, 40_000] * 500)
+    assert open_dataset("held").fingerprint == first
 
 
 def test_a_few_characters_are_too_few_for_a_dataset(home, tmp_path):
@@ -184,8 +247,8 @@ def test_the_path_of_a_home_can_contain_a_tilde_or_a_colon(monkeypatch, tmp_path
 def test_text_without_spaces_or_line_breaks_is_accepted(home, tmp_path):
     (tmp_path / "zh.txt").write_text("港口的清晨很安静" * 80_000)
     added = add_files([tmp_path / "zh.txt"])
-    whole = "".join([*read_texts(added.files("train")), *read_texts(added.files("val"))])
-    assert whole == "港口的清晨很安静" * 80_000
+    texts = [*read_texts(added.files("train")), *read_texts(added.files("val"))]
+    assert Counter("".join(texts)) == Counter("港口的清晨很安静" * 80_000)
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a" * 10_000}))
     added = add_files([tmp_path / "one.jsonl"])
     assert [len(text) for s in ("train", "val") for text in read_texts(added.files(s))] == [9000, 1000]
