@@ -96,21 +96,31 @@ def train_base(
     opt.show(summary, as_json, tables.run_summary(summary))
 
 
-@app.command("sft", epilog=opt.example("nanorun train sft --from base-d12 --mixture sft --task mine.py"))
+@app.command("sft", epilog=opt.example("nanorun train sft --from base-d12 --task mine.jsonl"))
 def train_sft(
     parent: Annotated[
         str | None, typer.Option("--from", help="Run to start from (default: the newest base model).")
     ] = None,
     mixture: Annotated[
-        str, typer.Option(help="Mixture: sft, mid, sample, sample-mid or a .json file (docs/tasks.md).")
-    ] = "sft",
+        str | None,
+        typer.Option(
+            help="Mixture: sft, mid, sample, sample-mid, or a file: a .json mixture or your own conversations "
+            "(default: what --task names, else sft)."
+        ),
+    ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="Add your own task, FILE.py or FILE.py:Class. Runs its code."),
+        typer.Option(
+            help="Your own conversations (.jsonl, .json, .csv, .parquet; docs/tasks.md) or task (FILE.py or "
+            "FILE.py:Class, whose code runs). Alone, or added to --mixture. Repeatable."
+        ),
     ] = None,
     task_files: opt.TaskFiles = None,
     name: Annotated[str | None, typer.Option(help="Run name (default: derived from the parent's).")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs over the mixture (default: 1).")] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Epochs over the mixture (default: 1, or up to 8 if it is small)."),
+    ] = None,
     steps: opt.Steps = None,
     batch_tokens: Annotated[
         int | None,

@@ -52,6 +52,11 @@ class Conversations:
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
 
+    @property
+    def trained_per_conversation(self) -> NDArray[np.int64]:
+        before = np.concatenate([[0], np.cumsum(self.mask, dtype=np.int64)])
+        return np.diff(before[self.offsets])
+
     @cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256()

@@ -45,7 +45,11 @@ KINDS = {
 SUPPORTED = (
     ".parquet, .jsonl, .ndjson, .json, .csv, .txt, .md (all but parquet also compressed: .gz, .xz, .zst)"
 )
-FOLDER_KINDS = ("parquet", "jsonl", "txt")  # a folder's .json and .csv files are read only if they are named
+FOLDER_KINDS = (
+    "parquet",
+    "jsonl",
+    "txt",
+)  # a folder's .json and .csv files are seldom text: they must be named
 TXT_CUT = 256 * 1024  # a text file without separator is split into documents of about this many bytes
 LINE_LIMIT = 1 << 29  # longest line, longest document and longest array of JSON: 512 MiB
 

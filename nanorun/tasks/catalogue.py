@@ -2,7 +2,7 @@
 
 arc-easy arc-challenge mmlu gsm8k humaneval spelling    public: docs/tasks.md says where to get them
 sample-facts sample-sums sample-spelling sample-counting sample-chat    the sample world, always available
-talk.jsonl, folder/ or talk.parquet                     your own conversations
+talk.jsonl, talk.json, talk.csv, talk.parquet, folder/  your own conversations (layouts.py)
 my_task.py or my_task.py:Riddles                        your own task, if the command line names it
 """
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import cast
 
 from nanorun import home
-from nanorun.data.readers import file_kind, read_records
+from nanorun.data.readers import file_kind, is_folder
 from nanorun.errors import UserError
 from nanorun.tasks import user_code
 from nanorun.tasks.gsm8k import Gsm8k
 from nanorun.tasks.humaneval import HumanEval
+from nanorun.tasks.layouts import read_conversation_file
 from nanorun.tasks.multiple_choice import arc, mmlu
 from nanorun.tasks.sample import TASKS as SAMPLE_TASKS
 from nanorun.tasks.sample import SampleQuestions, sample_chat
 from nanorun.tasks.spelling import SpellingBee
-from nanorun.tasks.task import Conversation, ConversationList, Examples, Task, TaskFilesMissing, find_files
-from nanorun.text.chat import check_messages
+from nanorun.tasks.task import ConversationList, Examples, Task, find_files
 
 PUBLIC: dict[str, Callable[[Path, str], Examples]] = {
     "arc-easy": lambda where, split: arc(where, "easy", split),
@@ -53,14 +53,22 @@ def open_examples(
         if user_code.absolute_spec(spec) not in map(user_code.absolute_spec, trusted):
             raise UserError(f"{spec} is code, which runs only when you say so: add --task {spec}.")
         return user_code.load_task(spec, split)
-    if Path(spec).exists() or Path(spec).suffix in (".jsonl", ".parquet"):
+    if is_path(spec):
         return read_conversations(Path(spec))
     if spec.startswith("chat:"):  # conversations among the public tasks' files, by the name of their file
         return read_conversations(folder or tasks_dir(), spec.removeprefix("chat:"))
     known = ", ".join([*PUBLIC, *SAMPLE_TASKS, "sample-chat"])
     raise UserError(
-        f"There is no task '{spec}': name one of {known}, a .jsonl of conversations, or a .py file."
+        f"There is no task '{spec}': name one of {known}, a file of conversations (.jsonl, .json, .csv, .parquet), or "
+        "a .py file."
     )
+
+
+def is_path(spec: str) -> bool:
+    """Whether a task is a file or folder of the user's, present or not, and not the name of a task."""
+    if spec in PUBLIC or spec in NEED_NO_FILES or spec.startswith("chat:"):
+        return False
+    return user_code.is_code(spec) or bool(Path(spec).suffix) or "/" in spec or Path(spec).exists()
 
 
 def open_task(
@@ -74,27 +82,22 @@ def open_task(
 
 
 def read_conversations(where: Path, pattern: str | None = None) -> ConversationList:
-    """Conversations from a file, or from all readable files below a folder that match `pattern`, sorted by name.
-
-    A line of jsonl or a row of parquet is {"messages": [{"role": ..., "content": ...}, ...]}, as in the hub's
-    instruction data (SmolTalk and others).
-    """
-    if not where.exists():
-        raise TaskFilesMissing(f"There is no file {where}: check the name and the current folder.")
-    files = find_files(where, [f"{pattern or '*'}.*"], f"conversations ('{pattern or '*'}'):")
-    readable = [path for path in files if file_kind(path)[0] in ("jsonl", "parquet")]
+    """Conversations from a file, or from all jsonl and parquet files below a folder that match `pattern`, sorted by
+    name."""
+    is_file = pattern is None and not is_folder(where)
+    files = (
+        [where]
+        if is_file
+        else find_files(where, [f"{pattern or '*'}.*"], f"conversations ('{pattern or '*'}'):")
+    )
+    kinds = ("jsonl", "parquet", "json", "csv") if is_file else ("jsonl", "parquet")
+    readable = [path for path in files if file_kind(path)[0] in kinds]
     if not readable:
-        raise UserError(f'{files[0]} must be .jsonl or .parquet with "messages": convert it.')
-    conversations: list[Conversation] = []
-    for path in readable:
-        for place, record in read_records(path):
-            try:
-                if not isinstance(record, dict) or "messages" not in record:
-                    raise UserError('it has no "messages".')
-                check_messages(record["messages"])
-            except UserError as error:
-                raise UserError(f"{place[0].upper()}{place[1:]} is not a conversation: {error}") from error
-            conversations.append({"messages": record["messages"]})
+        raise UserError(
+            f"{files[0]} holds no conversations by its suffix: name a .jsonl, .json or .csv file (plain, .gz, .xz or "
+            ".zst), a .parquet file, or a folder of .jsonl and .parquet files."
+        )
+    conversations = [conversation for path in readable for conversation in read_conversation_file(path)]
     if not conversations:
-        raise UserError(f"{where} holds no conversations.")
+        raise UserError(f"{where} holds no conversations with an answer: add some.")
     return ConversationList(pattern or where.name.split(".")[0], conversations)

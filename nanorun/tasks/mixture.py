@@ -1,12 +1,12 @@
-"""Mixtures: several tasks as one sequence of examples, by name or from a JSON file.
+"""Mixtures: several tasks as one sequence of examples, by name, from a JSON file, or made of the user's own tasks.
 
     {"train": [{"task": "gsm8k", "repeat": 2}, {"task": "me.jsonl", "repeat": 4},
                {"task": "mmlu", "split": "val", "stop": 1000}],
      "val": [{"task": "gsm8k", "split": "test", "stop": 200}]}
 
-Paths are relative to the folder of the JSON file. Without "val", every fiftieth example of each entry is held out
-for validation. A named mixture uses the tasks whose files are present and reports the others; one from a file
-needs all of them.
+Paths are relative to the folder of the JSON file. Without "val", some examples of each entry are held out for
+validation, evenly spaced: a tenth of up to 1,000, then 100, and a fiftieth from 5,000 on. A named mixture uses the
+tasks whose files are present and reports the others; another one needs all of them.
 
 The order of a mixture is a permutation of all examples of its parts, which depends on the seed alone. A part that
 is listed twice is seen twice as often. Looking up an example is O(log parts).
@@ -20,14 +20,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nanorun.console import say
+from nanorun.data.packing import Ints
+from nanorun.data.readers import is_folder
 from nanorun.data.rows import shuffled
 from nanorun.errors import UserError
 from nanorun.tasks import user_code
-from nanorun.tasks.catalogue import NEED_NO_FILES, open_examples, tasks_dir
+from nanorun.tasks.catalogue import NEED_NO_FILES, is_path, open_examples, tasks_dir
+from nanorun.tasks.layouts import holds_conversations
 from nanorun.tasks.task import Conversation, Examples, TaskFilesMissing
-
-HOLD_OUT_EVERY = 50  # every so many-th example is held out for validation
 
 
 class Mixture:
@@ -38,6 +41,11 @@ class Mixture:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    @property
+    def part_of(self) -> Ints:
+        """The part that each example comes from."""
+        return np.searchsorted(self._ends, self._order, side="right")
 
     def __getitem__(self, index: int) -> Conversation:
         if not 0 <= index < len(self._order):
@@ -62,11 +70,13 @@ class Subset:
         return self._examples[self._indices[index]]
 
 
-def hold_out(examples: Examples, every: int) -> tuple[Subset, Subset]:
-    """Splits off every `every`-th example: those to train on, and those to validate on."""
-    indices = range(len(examples))
-    train = [index for index in indices if index % every != every - 1]
-    return Subset(examples, train), Subset(examples, indices[every - 1 :: every])
+def hold_out(examples: Examples) -> tuple[Subset, Subset]:
+    """Splits the examples into those to train on and, evenly spaced, those to validate on."""
+    total = len(examples)
+    count = max(min(total // 10, 100), total // 50, 3 if total >= 20 else 1) if total > 1 else 0
+    held_out = {(2 * i + 1) * total // (2 * count) for i in range(count)}
+    train = [index for index in range(total) if index not in held_out]
+    return Subset(examples, train), Subset(examples, sorted(held_out))
 
 
 @dataclass(frozen=True)
@@ -81,12 +91,18 @@ class MixtureEntry:
         if self.repeat < 1:
             raise UserError(f"'{self.task}' of a mixture has repeat {self.repeat}: it must be at least 1.")
 
+    @property
+    def label(self) -> str:
+        """The task as tables show it: a file by its name."""
+        name = Path(self.task).name if is_path(self.task) else self.task
+        return f"{name} ({self.split})" if self.split != "train" else name
+
 
 @dataclass(frozen=True)
 class MixtureSpec:
     name: str
     train: tuple[MixtureEntry, ...]
-    val: tuple[MixtureEntry, ...] = ()  # empty: every fiftieth of train
+    val: tuple[MixtureEntry, ...] = ()  # empty: some of train
     optional: bool = False  # entries whose files are missing are left out
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,11 +138,27 @@ MIXTURES = {
 }
 
 
+def choose_mixture(name: str | None, tasks: Sequence[str]) -> MixtureSpec:
+    """The mixture of that name. Without a name, the user's own tasks are the mixture, and else it is sft."""
+    return own_mixture(tasks) if name is None and tasks else find_mixture(name or "sft")
+
+
+def own_mixture(tasks: Sequence[str]) -> MixtureSpec:
+    names = [Path(task).name.split(".")[0] if is_path(task) else task for task in tasks]
+    return MixtureSpec("+".join(names), tuple(MixtureEntry(_resolve(task)) for task in tasks))
+
+
 def find_mixture(name: str) -> MixtureSpec:
-    """A mixture by name, or from a JSON file."""
+    """A mixture by name, or from a JSON file; a file of conversations is a mixture by itself."""
     path = Path(name)
-    if name not in MIXTURES and path.suffix != ".json":
-        raise UserError(f"There is no mixture '{name}': choose {', '.join(MIXTURES)}, or give a .json file.")
+    if name not in MIXTURES:
+        if not is_path(name):
+            raise UserError(
+                f"There is no mixture '{name}': choose {', '.join(MIXTURES)}, or give a file, a .json mixture or your "
+                "own conversations (docs/tasks.md)."
+            )
+        if is_folder(path) or path.suffix != ".json" or holds_conversations(path):
+            return own_mixture([name])
     try:
         record = json.loads(MIXTURES.get(name) or path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -148,34 +180,34 @@ def prepare_mixture(
 ) -> tuple[MixtureSpec, Mixture, Mixture]:
     """The spec without missing entries, and its mixtures for training and for validation.
 
-    Trusted code (`--task`) that the spec does not mention is added to it.
+    What the command line names (`--task`) is trusted if it is code. It is added if the spec does not mention it.
     """
-    trusted = [user_code.absolute_spec(code) for code in trusted]
+    trusted = [_resolve(task) for task in trusted]
     named = {entry.task for entry in (*spec.train, *spec.val)}
-    added = (MixtureEntry(code) for code in trusted if code not in named)
+    added = [MixtureEntry(task) for task in trusted if task not in named]
     missing: dict[str, TaskFilesMissing] = {}
     train = _open_entries((*spec.train, *added), folder, trusted, missing)
     val = _open_entries(spec.val, folder, trusted, missing)
     if missing and not spec.optional:
         raise next(iter(missing.values()))
     spec = replace(spec, train=tuple(entry for entry, _ in train), val=tuple(entry for entry, _ in val))
-    if missing and all(entry.task in NEED_NO_FILES for entry, _ in train):
+    if missing and all(entry.task in NEED_NO_FILES or entry in added for entry, _ in train):
         raise UserError(
             f"Nothing of the mixture '{spec.name}' is in {folder or tasks_dir()}: docs/tasks.md says which files go "
-            "there, and --mixture sample needs none."
+            "there; --mixture sample needs none, and --task FILE without --mixture trains on that file alone."
         )
     if missing:
         say(f"not in {folder or tasks_dir()}, so left out of the mixture: {', '.join(missing)}")
     train_parts = [(entry.repeat, examples) for entry, examples in train]
     val_parts: list[Examples] = [examples for _, examples in val]
     if not val:
-        splits = [(repeat, hold_out(examples, HOLD_OUT_EVERY)) for repeat, examples in train_parts]
+        splits = [(repeat, hold_out(examples)) for repeat, examples in train_parts]
         train_parts = [(repeat, kept) for repeat, (kept, _) in splits]
         val_parts = [held_out for _, (_, held_out) in splits]
         if not sum(map(len, val_parts)):
             raise UserError(
-                f"The mixture '{spec.name}' has fewer than {HOLD_OUT_EVERY} examples of each task, too few to hold "
-                'some out for validation: name those in a .json mixture under "val".'
+                f"The mixture '{spec.name}' has a single example of each task, too few to hold one out for validation: "
+                "add more."
             )
     repeated = [examples for repeat, examples in train_parts for _ in range(repeat)]
     return spec, Mixture(repeated, seed, spec.name), Mixture(val_parts, 0, spec.name)
@@ -193,13 +225,20 @@ def _open_entries(
         try:
             examples = open_examples(entry.task, entry.split, folder, trusted)
         except TaskFilesMissing as error:
-            missing[f"{entry.task} ({entry.split})" if entry.split != "train" else entry.task] = error
+            if is_path(entry.task):  # the user's own are not optional
+                raise
+            missing[entry.label] = error
             continue
         if entry.start is not None or entry.stop is not None:
             examples = Subset(examples, range(len(examples))[entry.start : entry.stop])
         if len(examples):
             opened.append((entry, examples))
     return opened
+
+
+def _resolve(task: str) -> str:
+    """The name of a task as it is, a path as an absolute one."""
+    return user_code.absolute_spec(task) if is_path(task) else task
 
 
 def _parse_entries(records: Any, path: Path) -> tuple[MixtureEntry, ...]:

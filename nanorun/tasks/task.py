@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanorun.data.readers import read_records
+from nanorun.data.readers import check_object, read_records
 from nanorun.errors import UserError
 from nanorun.text.chat import Part
 
@@ -79,7 +79,7 @@ def read_split(where: Path, names: Mapping[str, Sequence[str]], split: str, task
     if split not in names:
         raise UserError(f"The task {task} has no split '{split}': choose {' or '.join(names)}.")
     files = find_files(where, names[split], f"{task}'s {split}")
-    return [record for path in files for _, record in read_records(path)]
+    return [check_object(place, record) for path in files for place, record in read_records(path)]
 
 
 def find_files(where: Path, patterns: Sequence[str], what: str) -> list[Path]:

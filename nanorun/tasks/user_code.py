@@ -34,7 +34,7 @@ def load_task(spec: str, split: str) -> Examples:
     file, class_name = _split_spec(spec)
     path = Path(file)
     if not path.is_file():
-        raise UserError(f"There is no file {path}: --task takes the path of a Python file.")
+        raise UserError(f"There is no file {path}: check the name and the current folder.")
     with _user_errors(path, "cannot be loaded"):
         module_spec = importlib.util.spec_from_file_location(f"nanorun_task_{path.stem}", path)
         assert module_spec is not None

@@ -1,6 +1,9 @@
 """`train sft`: supervised fine-tuning of a base model on conversations. The loop is base's; what differs is here.
 
-    data            a mixture of conversations, rendered whole, packed by best fit with padding, epoch by epoch
+    data            a mixture of conversations, rendered whole, packed by best fit with padding, epoch by epoch; the
+                    user's own conversations are the mixture unless another is named
+    length          one epoch in batches of the parent's size; a small mixture gets smaller batches, and if one row per
+                    step is still too few steps, several epochs
     loss            on the assistant's tokens, divided by their number in the step
     start           the parent's weights and its optimizer state, so that moments need no new warmup
     learning rates  the parent's times 0.8 (and the root of the ratio of batch sizes), constant for the first half, then
@@ -15,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanorun import hardware, home
@@ -28,7 +32,8 @@ from nanorun.infer.load import newest_checkpoint
 from nanorun.model.attention import choose_backends
 from nanorun.model.fast.recipe import Recipe
 from nanorun.runs import Run, newest_run, read_config, read_metrics, trained_config
-from nanorun.tasks.mixture import find_mixture, prepare_mixture
+from nanorun.tables import table
+from nanorun.tasks.mixture import Mixture, MixtureSpec, choose_mixture, prepare_mixture
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.train import base, loop
@@ -37,7 +42,8 @@ from nanorun.train.track import require
 
 LR_FRACTION = 0.8  # of the parent's learning rates
 WARMDOWN = 0.5  # fraction of the run over which they fall to 0
-MIN_STEPS = 100  # a default batch size that leaves fewer steps is halved
+MIN_STEPS = 100  # a default batch size that leaves fewer steps is halved, and a small mixture repeated
+MAX_EPOCHS = 8  # by default
 EVALUATIONS = 4  # in a run, by default
 
 
@@ -46,8 +52,10 @@ class SFTOptions:
     """What to train on, and how long. None: as the parent or the mixture has it."""
 
     parent: str | None = None  # a run; None: the newest base model
-    mixture: str = "sft"
-    tasks: Sequence[str] = ()  # the user's own code, trusted because the command line names it
+    mixture: str | None = None  # None: the user's own tasks alone or, without any, sft
+    tasks: Sequence[
+        str
+    ] = ()  # the user's own: conversations, or code, trusted because the command line names it
     folder: Path | None = None  # of the public tasks' files
     warm: bool = True  # start with the parent's optimizer state
     context: int | None = None
@@ -80,13 +88,12 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
         )
     inherited = Config.from_dict(read_config(parent))
     tokenizer, context = open_tokenizer(inherited.tokenizer), sft.context or inherited.model.context
-    spec, *mixtures = prepare_mixture(find_mixture(sft.mixture), sft.folder, sft.seed, sft.tasks)
+    spec, *mixtures = prepare_mixture(choose_mixture(sft.mixture, sft.tasks), sft.folder, sft.seed, sft.tasks)
     name = options.name or default_name(parent, spec.name)
     if sft.batch_tokens is None and not options.fresh and (earlier := trained_config(name)):
         sft = replace(sft, batch_tokens=earlier["train"]["batch_tokens"])  # also if it becomes longer
     train, val = (render_all(mixture, tokenizer, context) for mixture in mixtures)
-    log_conversations(train, context)
-    epochs = None if sft.steps is not None else sft.epochs or 1
+    epochs = choose_epochs(sft, train, context)
     material = Material(
         train.source(tokenizer.bos),
         RowOrder("padded", seed=sft.seed, epochs=epochs),
@@ -94,6 +101,7 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
         make_exam(sft, tokenizer, inherited.data),
     )
     config = configure(inherited, sft, material)
+    log_mixture(spec, mixtures[0], train, val, config, epochs or config.tokens / len(train.tokens))
     choose_backends(config.model, torch.device(hardware.detect().device), options.backend)
     record = {
         **config.to_dict(),
@@ -119,7 +127,7 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
 
 def default_name(parent: str, mixture: str) -> str:
     """sft-d12 for base-d12, sample-sft for sample-base, mid-d12 with a mixture for midtraining."""
-    stage = "mid" if mixture.endswith("mid") else "sft"
+    stage = "mid" if mixture == "mid" or mixture.endswith("-mid") else "sft"
     for old in ("base", "mid"):
         if old in parent:
             return parent.replace(old, stage)
@@ -152,6 +160,14 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
     )
 
 
+def choose_epochs(sft: SFTOptions, train: Conversations, context: int) -> int | None:
+    """As given, or as many as make enough steps of one row. None: as many as the given steps take."""
+    if sft.steps is not None:
+        return None
+    rows = len(train.tokens) / context  # without padding
+    return sft.epochs or min(math.ceil(MIN_STEPS / rows), MAX_EPOCHS)
+
+
 def training_length(parent: Config, sft: SFTOptions, material: Material, context: int) -> tuple[int, int]:
     """Rows per step, and steps: as given, or as many as the epochs have."""
     rows = max((sft.batch_tokens or parent.train.batch_tokens) // context, 1)
@@ -171,11 +187,31 @@ def make_exam(sft: SFTOptions, tokenizer: Tokenizer, data: str) -> loop.Exam | N
     return loop.Exam(sft.chat_every, chat_evaluator(tokenizer, tasks, sft.chat_problems))
 
 
-def log_conversations(train: Conversations, context: int) -> None:
-    line = f"{len(train):,} conversations, {train.trained_tokens:,} assistant tokens"
+def log_mixture(
+    spec: MixtureSpec,
+    mixture: Mixture,
+    train: Conversations,
+    val: Conversations,
+    config: Config,
+    epochs: float,
+) -> None:
+    """What is trained on, and how often, before it begins."""
+    repeats = np.array([entry.repeat for entry in spec.train])
+    entry_of = np.repeat(np.arange(len(repeats)), repeats)[mixture.part_of]
+    counts = np.bincount(entry_of, minlength=len(repeats)) // repeats
+    trained = np.bincount(entry_of, train.trained_per_conversation, len(repeats)) / repeats
+    rows = [
+        [entry.label, f"{count:,}", f"{epochs * entry.repeat:.3g}", f"{tokens:,.0f}"]
+        for entry, count, tokens in zip(spec.train, counts, trained, strict=True)
+    ]
+    say(table(["task", "conversations", "epochs", "assistant tokens"], rows))
+    length, context = config.train, config.model.context
     if train.cut or train.left_out:
-        line += f" ({train.cut:,} truncated and {train.left_out:,} left out to fit {context} tokens)"
-    say(line)
+        say(f"{train.cut:,} conversations truncated and {train.left_out:,} left out to fit {context} tokens")
+    say(
+        f"{length.steps:,} steps of {length.batch_tokens:,} tokens; {len(val):,} other conversations for validation "
+        "(--epochs, --steps and --batch-tokens set another length)"
+    )
 
 
 def finish(t: loop.Training, parent: str, train: Conversations) -> dict[str, Any]:

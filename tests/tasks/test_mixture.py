@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 
 from nanorun.errors import UserError
 from nanorun.tasks.mixture import (
-    HOLD_OUT_EVERY,
     Mixture,
     MixtureEntry,
     MixtureSpec,
     Subset,
+    choose_mixture,
     find_mixture,
     hold_out,
     prepare_mixture,
@@ -61,12 +62,22 @@ def test_a_subset_holds_the_examples_of_its_indices(length, start, stop, step):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 200), st.integers(2, 60))
-def test_held_out_and_training_examples_partition_the_whole(length, every):
+@given(st.one_of(st.integers(0, 200), st.integers(0, 20_000)))
+def test_held_out_and_training_examples_partition_the_whole(length):
     examples = Numbers("n", length)
-    trained, held_out = map(all_of, hold_out(examples, every))
-    assert held_out == all_of(examples)[every - 1 :: every]
+    trained, held_out = map(all_of, hold_out(examples))
     assert sorted(held_out + trained) == all_of(examples)
+    assert bool(held_out) == (length > 1) <= bool(trained)
+    gaps = [b - a for (_, a), (_, b) in pairwise(held_out)]
+    assert not gaps or max(gaps) - min(gaps) <= 1, "evenly spaced"
+
+
+@pytest.mark.parametrize(
+    ("total", "held_out"),
+    [(1, 0), (2, 1), (19, 1), (20, 3), (40, 4), (200, 20), (1000, 100), (5000, 100), (10_000, 200)],
+)
+def test_a_tenth_of_a_small_task_is_held_out_and_a_fiftieth_of_a_large_one(total, held_out):
+    assert len(hold_out(Numbers("n", total))[1]) == held_out
 
 
 def test_the_order_mixes_the_parts_and_changes_with_the_seed():
@@ -90,7 +101,7 @@ def test_looking_up_an_example_reads_only_that_one():
 
 
 def test_an_index_out_of_range_raises_index_error():
-    for examples in (Mixture([Numbers("a", 3)]), *hold_out(Numbers("a", 3), 2)):
+    for examples in (Mixture([Numbers("a", 3)]), *hold_out(Numbers("a", 3))):
         with pytest.raises(IndexError):
             examples[len(examples)]
         with pytest.raises(IndexError):
@@ -140,21 +151,72 @@ def test_a_json_mixture_lists_tasks_with_slices_and_repeats(tmp_path, monkeypatc
     assert (len(train), len(val)) == (35, 100)
 
 
-def test_without_val_every_fiftieth_example_is_held_out_despite_repeats(tmp_path):
-    path = str(chat(tmp_path / "me.jsonl", 120))
+def test_without_val_some_examples_are_held_out_despite_repeats(tmp_path):
+    path = str(chat(tmp_path / "me.jsonl", 30))
     _, train, val = prepare_mixture(MixtureSpec("mine", (MixtureEntry(path, repeat=2),)))
-    assert (len(train), len(val)) == (2 * 118, 2)
-    assert set(first_words(val)) == {"hello 49", "hello 99"}
+    assert (len(train), len(val)) == (2 * 27, 3)
+    assert set(first_words(val)) == {"hello 5", "hello 15", "hello 25"}
     assert not set(first_words(train)) & set(first_words(val))
-    with pytest.raises(UserError, match=f"fewer than {HOLD_OUT_EVERY}"):
-        prepare_mixture(MixtureSpec("mine", (MixtureEntry(str(chat(tmp_path / "few.jsonl", 9))),)))
+    with pytest.raises(UserError, match="a single example of each task"):
+        prepare_mixture(MixtureSpec("mine", (MixtureEntry(str(chat(tmp_path / "few.jsonl", 1))),)))
+
+
+def test_own_conversations_are_the_mixture_unless_another_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = str(chat(tmp_path / "me.jsonl", 100))
+    spec = choose_mixture(None, ["me.jsonl", "gsm8k"])
+    assert (spec.name, [entry.task for entry in spec.train]) == ("me+gsm8k", [path, "gsm8k"])
+    used, train, val = prepare_mixture(choose_mixture(None, ["me.jsonl"]), trusted=["me.jsonl"])
+    assert ([entry.task for entry in used.train], len(train), len(val)) == ([path], 90, 10)
+    assert choose_mixture("me.jsonl", []) == choose_mixture(None, ["me.jsonl"]) == used
+    both, train, _ = prepare_mixture(choose_mixture("sample-mid", ["me.jsonl"]), trusted=["me.jsonl"])
+    assert [entry.label for entry in both.train] == ["sample-spelling", "sample-sums", "me.jsonl"]
+    assert len(train) == 6000 + 100, "the mixture has its own validation examples"
+    assert choose_mixture(None, []).name == "sft"
+
+
+def test_a_json_file_can_be_a_mixture_or_conversations(tmp_path):
+    talk = [{"question": f"q {i}", "answer": "a"} for i in range(30)]
+    (tmp_path / "talk.json").write_text(json.dumps(talk, indent=1))
+    (tmp_path / "lines.json").write_text("".join(json.dumps(pair) + "\n" for pair in talk))
+    (tmp_path / "list.json").write_text(json.dumps([{"task": "talk.json"}, {"task": "lines.json"}]))
+    for name, tasks in (("talk", 1), ("lines", 1), ("list", 2)):
+        used, train, val = prepare_mixture(find_mixture(str(tmp_path / f"{name}.json")))
+        assert (used.name, len(used.train)) == (name, tasks)
+        assert (len(train), len(val)) == (27 * tasks, 3 * tasks)
+
+
+def test_the_part_of_each_example_is_known():
+    mixture = Mixture([Numbers("a", 30), Numbers("b", 0), Numbers("c", 12)], seed=5)
+    assert ["abc"[part] for part in mixture.part_of] == [name for name, _ in all_of(mixture)]
+
+
+def test_a_file_that_is_missing_is_named_and_never_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat(tmp_path / "sft_lima.jsonl", 200)
+    sentence = r"There is no file .*gone\.{}: check the name and the current folder\.$"
+    for suffix in ("jsonl", "json", "csv", "parquet", "jsonl.zst", "py"):
+        for mixture in (None, "sft"):
+            with pytest.raises(UserError, match=sentence.format(suffix)):
+                prepare_mixture(
+                    choose_mixture(mixture, [f"gone.{suffix}"]), tmp_path, trusted=[f"gone.{suffix}"]
+                )
+        with pytest.raises(UserError, match=sentence.format(suffix)):
+            prepare_mixture(choose_mixture(f"gone.{suffix}", []))
+
+
+def test_own_conversations_do_not_make_up_for_the_files_of_a_named_mixture(tmp_path):
+    path = str(chat(tmp_path / "me.jsonl", 100))
+    (tmp_path / "tasks").mkdir()
+    with pytest.raises(UserError, match="--task FILE without --mixture trains on that file alone"):
+        prepare_mixture(choose_mixture("sft", [path]), tmp_path / "tasks", trusted=[path])
 
 
 def test_a_named_mixture_skips_missing_tasks_and_reports_them(tmp_path, capsys):
     chat(tmp_path / "sft_lima.jsonl", 200)
     used, train, _ = prepare_mixture(find_mixture("sft"), tmp_path)
     assert [entry.task for entry in used.train] == ["spelling", "chat:sft_lima"]
-    assert len(train) == 6000 - 120 + 196
+    assert len(train) == 6000 - 120 + 180
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "left out of the mixture: arc-easy, arc-challenge, arc-easy (val)" in said

@@ -436,6 +436,9 @@ def test_before_its_first_step_it_says_what_it_does_and_limits_the_time(world, m
         (["--task", "echo", "--from", "nobody"], "There is no run 'nobody'"),
         (["--task", "echo", "--steps", "0"], "--steps"),
         (["--task", "echo", "--dtype", "fp7"], "'fp7' is not one of 'auto', 'bf16'"),
+        (["--task", "gone.jsonl"], "There is no file gone.jsonl: check the name and the current folder."),
+        (["--task", "gone.json"], "There is no file gone.json: check the name and the current folder."),
+        (["--task", "gone.py:Sum"], "There is no file gone.py: check the name and the current folder."),
     ],
 )
 def test_a_mistake_is_one_sentence_and_code_2(world, args, words, mistake):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from spike import Spike
 
 from nanorun import checkpoint, run_list
-from nanorun.config import IGNORE, Config, OptimConfig, TrainConfig, scale_model
+from nanorun.config import IGNORE, Config, OptimConfig, TrainConfig, scale, scale_model
 from nanorun.data.conversations import render_all
 from nanorun.data.get import make_sample
 from nanorun.data.loader import Loader
@@ -31,7 +32,7 @@ from nanorun.errors import UserError
 from nanorun.infer.load import load_model, newest_checkpoint
 from nanorun.model.gpt import GPT
 from nanorun.runs import Run, read_config, read_metrics
-from nanorun.tasks.mixture import find_mixture, prepare_mixture
+from nanorun.tasks.mixture import choose_mixture, find_mixture, prepare_mixture
 from nanorun.text.chat import render
 from nanorun.text.store import open_tokenizer
 from nanorun.train import base, loop, sft
@@ -92,9 +93,9 @@ def write_mixture(home: Path) -> None:
 
 
 def choices(world: Path, **changes) -> SFTOptions:
-    return SFTOptions(
-        **{"mixture": str(world / "mixture.json"), "save_every": 3, "batch_tokens": 512, **changes}
-    )
+    length = {} if "steps" in changes else {"epochs": 1}
+    mixture = str(world / "mixture.json")
+    return SFTOptions(**{"mixture": mixture, "save_every": 3, "batch_tokens": 512, **length, **changes})
 
 
 def steps_of(world: Path, name: str) -> list[dict]:
@@ -248,6 +249,8 @@ def test_learning_rates_are_constant_and_then_fall_linearly_to_zero(world):
 def command(world: Path, name: str, **flags) -> tuple[list[str], dict[str, str]]:
     given = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
     mixture = ["--mixture", str(world / "mixture.json"), "--batch-tokens", "512"]
+    if not {"epochs", "steps"} & flags.keys():
+        mixture += ["--epochs", "1"]
     args = [sys.executable, "-m", "nanorun", "train", "sft", "--name", name, *mixture, *given, "--json"]
     return args, {**os.environ, "NANORUN_HOME": str(world), "PYTHONPATH": str(ROOT)}
 
@@ -365,6 +368,7 @@ def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
         ("sample-mid", "sample", "sample-sft"),
         ("sample-base", "sample", "sample-sft"),
         ("mine", "talk", "sft-mine"),
+        ("mine", "pyramid", "sft-mine"),
     ],
 )
 def test_a_run_is_named_after_its_parent(parent, mixture, name):
@@ -392,7 +396,69 @@ def test_a_users_own_task_trains_from_the_command_line(world, tmp_path):
     args, env = command(world, "bad", steps=3, task="gone.py")
     done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "gone.py: --task takes the path of a Python file" in done.stderr
+    assert "There is no file" in done.stderr
+    assert "gone.py: check the name and the current folder." in done.stderr
+
+
+def few_conversations(path: Path, count: int) -> Path:
+    dice = random.Random(7)
+    pairs = [
+        (f"Say {' '.join(dice.choices(WORDS, k=8))}.", " ".join(dice.choices(WORDS, k=12)))
+        for _ in range(count)
+    ]
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in pairs))
+    return path
+
+
+def test_own_conversations_are_trained_on_alone_and_counted_before_the_start(world, tmp_path):
+    path = few_conversations(tmp_path / "mine.jsonl", 60)
+    args = [sys.executable, "-m", "nanorun", "train", "sft", "--from", "tiny-base", "--task", "mine.jsonl"]
+    env = {**os.environ, "NANORUN_HOME": str(world), "PYTHONPATH": str(ROOT)}
+    args += ["--name", "alone", "--batch-tokens", "1024", "--json"]
+    done = subprocess.run(args, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^mine\.jsonl +54 +\d+ +[\d,]+$", done.stderr, re.MULTILINE), done.stderr
+    assert "6 other conversations for validation" in done.stderr
+    assert json.loads(done.stdout)["conversations"] == 54
+    assert [entry["task"] for entry in read_config("alone")["mixture"]["train"]] == [str(path)]
+
+
+def test_a_mixture_and_own_conversations_are_mixed_if_both_are_named(world, tmp_path, capsys):
+    path = few_conversations(tmp_path / "mine.jsonl", 60)
+    train_sft(choices(world, steps=2, tasks=[str(path)]), BaseOptions(name="both", fresh=True))
+    shown = capsys.readouterr().err
+    assert re.search(r"^talk\.jsonl +140 .*\nmine\.jsonl +60 ", shown, re.MULTILINE), shown
+
+
+@pytest.mark.parametrize(
+    ("count", "least"), [(12, 10), (60, 40), (200, sft.MIN_STEPS), (1000, sft.MIN_STEPS)]
+)
+def test_few_conversations_get_small_batches_and_several_epochs(world, tmp_path, count, least):
+    """The length that follows from the number of conversations, without training."""
+    path = few_conversations(tmp_path / "mine.jsonl", count)
+    tokenizer, options = open_tokenizer("sample"), SFTOptions(tasks=[str(path)])
+    _, mixture, _ = prepare_mixture(choose_mixture(None, [str(path)]))
+    train = render_all(mixture, tokenizer, 256)
+    epochs = sft.choose_epochs(options, train, 256)
+    source = train.source(tokenizer.bos)
+    material = Material(source, RowOrder("padded", epochs=epochs), source)
+    parent = scale(4, 300, context=256)
+    config = sft.configure(parent, options, material)
+    assert parent.train.batch_tokens >= 8192
+    assert config.train.steps >= least
+    assert config.train.batch_tokens >= 256
+    assert 1 <= epochs <= sft.MAX_EPOCHS
+    assert (epochs > 1) == (count < 1000)
+    assert sft.choose_epochs(SFTOptions(epochs=2), train, 256) == 2
+    assert sft.choose_epochs(SFTOptions(steps=2), train, 256) is None
+
+
+def test_the_trained_tokens_of_each_conversation_are_counted(world):
+    _, train, _ = prepare_mixture(find_mixture(str(world / "mixture.json")))
+    rendered = render_all(train, open_tokenizer("sample"), 64)
+    counts = [sum(rendered[i][1]) for i in range(len(rendered))]
+    assert rendered.trained_per_conversation.tolist() == counts
+    assert 0 in counts, "some do not fit"
 
 
 def chat_records(world: Path, name: str) -> list[dict]:
