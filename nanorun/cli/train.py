@@ -119,7 +119,7 @@ def train_sft(
     name: Annotated[str | None, typer.Option(help="Run name (default: derived from the parent's).")] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Epochs over the mixture (default: 1, or up to 8 if it is small)."),
+        typer.Option(min=1, help="Epochs over the mixture (default: 1, or up to 10 if it is small)."),
     ] = None,
     steps: opt.Steps = None,
     batch_tokens: Annotated[

@@ -5,8 +5,8 @@ Validation text is that of `--val FILE`, or else a share of the input: 10% of up
 noise. It is spread evenly over the input, so that a corpus sorted by topic is still validated fairly:
 
     short documents   some of them, evenly spaced, are held out whole
-    long documents    some of them, evenly spaced, lose their ends, so that validation text comes from about eight
-                      documents or more; whole ones would be too few
+    long documents    where short ones are too few or too little of the text, some of the long ones, evenly spaced,
+                      lose their ends, so that validation text comes from about eight documents or more
 
 The input is read once. Some documents, the pool, are held in memory until its size is known: at first all of them, and
 when the pool is full, every second one goes to training and only half as many enter it from then on. Validation is the
@@ -157,11 +157,12 @@ def _hold_out(pool: list[str], target: float) -> Iterator[tuple[str, str]]:
     """What of each document is for training, and what for validation: about `target` bytes in all."""
     sizes = [len(text.encode()) for text in pool]
     share, piece = target / sum(sizes), max(target / PIECES, MIN_PIECE)
-    is_long = [len(pool) == 1 or size > 2 * piece for size in sizes]
-    long = [index for index in range(len(pool)) if is_long[index]]
-    short = [index for index in range(len(pool)) if not is_long[index]]
+    long = [index for index, size in enumerate(sizes) if size > 2 * piece or len(pool) == 1]
+    short = [index for index, size in enumerate(sizes) if size <= 2 * piece and len(pool) > 1]
     goal = share * sum(sizes[index] for index in long)
-    cut = _evenly(long, max(round(goal / piece), 1))
+    if share * len(short) >= PIECES and goal < target / 2:
+        goal = 0  # whole documents are enough
+    cut = _evenly(long, max(round(goal / piece), 0 if short else 1))
     at_least = max(min(len(pool) // 6, HANDFUL), 1)
     whole = set(_evenly(short, max(round(share * len(short)), at_least - len(cut))))
     tail_share = min(goal / max(sum(sizes[index] for index in cut), 1), 0.5)

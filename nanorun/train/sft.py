@@ -2,8 +2,7 @@
 
     data            a mixture of conversations, rendered whole, packed by best fit with padding, epoch by epoch; the
                     user's own conversations are the mixture unless another is named
-    length          one epoch in batches of the parent's size; a small mixture gets smaller batches, and if one row per
-                    step is still too few steps, several epochs
+    length          one epoch in batches of the parent's size; a small mixture gets smaller batches and several epochs
     loss            on the assistant's tokens, divided by their number in the step
     start           the parent's weights and its optimizer state, so that moments need no new warmup
     learning rates  the parent's times 0.8 (and the root of the ratio of batch sizes), constant for the first half, then
@@ -42,8 +41,11 @@ from nanorun.train.track import require
 
 LR_FRACTION = 0.8  # of the parent's learning rates
 WARMDOWN = 0.5  # fraction of the run over which they fall to 0
-MIN_STEPS = 100  # a default batch size that leaves fewer steps is halved, and a small mixture repeated
-MAX_EPOCHS = 8  # by default
+MIN_STEPS = 100  # a default batch size that leaves fewer steps is halved
+# A mixture of fewer rows is trained on for sqrt(800 / rows) epochs: by then the loss on held-out conversations has
+# passed its minimum by a few percent, and most of the answers can be repeated (docs/lab-notebook.md).
+REPEATED_ROWS = 800
+MAX_EPOCHS = 10  # by default
 EVALUATIONS = 4  # in a run, by default
 
 
@@ -161,11 +163,11 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
 
 
 def choose_epochs(sft: SFTOptions, train: Conversations, context: int) -> int | None:
-    """As given, or as many as make enough steps of one row. None: as many as the given steps take."""
+    """As given, or the more the fewer rows there are. None: as many as the given steps take."""
     if sft.steps is not None:
         return None
     rows = len(train.tokens) / context  # without padding
-    return sft.epochs or min(math.ceil(MIN_STEPS / rows), MAX_EPOCHS)
+    return sft.epochs or min(max(round(math.sqrt(REPEATED_ROWS / rows)), 1), MAX_EPOCHS)
 
 
 def training_length(parent: Config, sft: SFTOptions, material: Material, context: int) -> tuple[int, int]:
