@@ -431,7 +431,7 @@ def test_a_mixture_and_own_conversations_are_mixed_if_both_are_named(world, tmp_
 
 
 @pytest.mark.parametrize(
-    ("count", "least"), [(12, 10), (60, 50), (200, sft.MIN_STEPS), (4000, sft.MIN_STEPS)]
+    ("count", "least"), [(12, 10), (60, 50), (200, sft.MIN_STEPS), (9000, sft.MIN_STEPS)]
 )
 def test_few_conversations_get_small_batches_and_several_epochs(world, tmp_path, count, least):
     """The length that follows from the number of conversations, without training."""
@@ -448,7 +448,7 @@ def test_few_conversations_get_small_batches_and_several_epochs(world, tmp_path,
     assert config.train.steps >= least
     assert config.train.batch_tokens >= 256
     assert 1 <= epochs <= sft.MAX_EPOCHS
-    assert (epochs > 1) == (count < 4000)
+    assert (epochs > 1) == (count < 9000)
     assert sft.choose_epochs(SFTOptions(epochs=2), train, 256) == 2
     assert sft.choose_epochs(SFTOptions(steps=2), train, 256) is None
 
