@@ -65,6 +65,34 @@ def test_a_full_server_is_reported_and_the_retry_succeeds(narrow, visit):
     expect(answers(page)).to_have_text(HI)
 
 
+@pytest.mark.parametrize("device", [{}, PHONE], ids=["desktop", "phone"])
+def test_a_toast_covers_no_error_and_no_message(server, visit, device):
+    page = visit(server, **device)
+    for question in ("hi", "sum") * 3:
+        ask(page, question)
+    page.route(f"**{CHAT}", lambda route: route.abort())
+    page.get_by_label("Regenerate the answer").last.click()
+    expect(page.locator(".trouble p")).to_contain_text("cannot be reached")
+    expect(page.locator("#toast")).to_contain_text("The answer was replaced.")
+    page.wait_for_function("""() => {
+      const [error, view, toast] = ['.trouble', '#scroll', '#toast'].map(
+        (name) => document.querySelector(name).getBoundingClientRect());
+      return error.bottom <= view.bottom && view.bottom <= toast.top;
+    }""")
+    page.get_by_role("button", name="Undo").click()
+    expect(answers(page)).to_have_count(6)
+    expect(page.locator(".trouble")).to_have_count(0)
+
+
+def test_a_deleted_conversation_can_be_restored_on_a_phone(server, visit):
+    page = visit(server, **PHONE)
+    ask(page, "hi")
+    page.get_by_label("Conversations", exact=True).and_(page.locator("button")).tap()
+    page.get_by_label("Delete hi").tap()
+    page.get_by_role("button", name="Undo").tap()  # above the open drawer
+    expect(page.locator("#list .open")).to_have_text(["hi"])
+
+
 def conversation(name, **changes):
     messages = [{"role": "user", "content": name}, {"role": "assistant", "content": "yes", "finish": "stop"}]
     return {"id": name, "title": "", "updated": 1, "messages": messages, **changes}

@@ -30,6 +30,8 @@ scroll.addEventListener("scroll", () => {
   $("newest").hidden = fromEnd() <= NEAR;
 });
 
+new ResizeObserver(keepUp).observe(scroll); // a toast or a longer question leaves less room
+
 scroll.addEventListener(
   "wheel",
   ({ deltaY }) => {
@@ -77,7 +79,7 @@ export const isDrawerOpen = () =>
 export function showDrawer() {
   const over = narrow.matches && isDrawerOpen();
   $("drawer").inert = !isDrawerOpen();
-  $("main").inert = over;
+  for (const part of $("main").children) part.inert = over && part !== $("toast");
   $("menu").setAttribute("aria-expanded", String(isDrawerOpen()));
 }
 
