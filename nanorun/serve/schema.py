@@ -58,7 +58,7 @@ class Generation(_Strict):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    n: int | None = Field(None, ge=1, le=128)
+    n: int | None = Field(None, ge=1)  # its limit, which depends on the number of prompts: app.py
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
     stream: bool | None = None
@@ -133,7 +133,7 @@ class CompletionRequest(Generation):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, ge=1)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -207,6 +207,7 @@ def test_models(client):
         ({"temperature": "warm"}, "temperature", "invalid_value"),
         ({"top_p": -1}, "top_p", "invalid_value"),
         ({"n": 17}, "n", "invalid_value"),
+        ({"n": 10**20}, "n", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"stop": [""]}, "stop[0]", "invalid_value"),
         ({"stop": ["x"] * 17}, "stop", "invalid_value"),
