@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import readline
 import select
 import shutil
 import signal
@@ -211,6 +212,7 @@ def test_the_next_turn_prefills_only_new_tokens_and_truncation_keeps_the_system_
 # -- a terminal --------------------------------------------------------------------------------------
 
 PROMPT = re.compile(rb"(?:^|\r\n)(?:\x1b\[1m)?>(?:\x1b\[0m)? $")
+PASTE_MODE = re.compile(rb"\x1b\[\?2004(?:h|l\r)")  # bracketed paste on and off
 DIRECTIONS = "LRE RLE PDF LRO RLO LRI RLI FSI PDI".split()  # bidirectional controls
 # A process whose terminal is its stdin, so that Ctrl-C typed there is a signal for it.
 OWN_TERMINAL = """
@@ -224,11 +226,10 @@ class Terminal:
     """`nanorun chat` in its own terminal, with methods to type there."""
 
     def __init__(self, home: Path, *args: str, **environment: str) -> None:
-        inputrc = home / "inputrc"
-        inputrc.write_text("set enable-bracketed-paste off\n")
+        self.marks_pastes = False
         self.fd, inside = pty.openpty()
         fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 5000, 0, 0))
-        env = {**os.environ, "NANORUN_HOME": str(home), "INPUTRC": str(inputrc), "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "NANORUN_HOME": str(home), "INPUTRC": os.devnull, "PYTHONPATH": str(ROOT)}
         env |= {"TERM": "xterm-256color", "NO_COLOR": "1", **environment}
         program = [sys.executable, "-m", "nanorun", "chat", *args]
         self.process = subprocess.Popen(
@@ -246,7 +247,7 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
     def until(self, pattern: str | re.Pattern[bytes], seconds: float = 60) -> bytes:
-        """The output until the pattern appears."""
+        """The output until the pattern appears, without the switches of bracketed paste."""
         wanted = re.compile(re.escape(pattern.encode())) if isinstance(pattern, str) else pattern
         came, deadline = b"", time.monotonic() + seconds
         while not wanted.search(came):
@@ -254,6 +255,8 @@ class Terminal:
             assert left > 0, f"{wanted.pattern!r} did not appear: {came!r}"
             if select.select([self.fd], [], [], left)[0]:
                 came += os.read(self.fd, 65_536)
+                self.marks_pastes |= b"\x1b[?2004h" in came
+                came = PASTE_MODE.sub(b"", came)
         return came
 
     def say(self, line: str) -> str:
@@ -389,9 +392,9 @@ def test_commands_and_the_files_they_write(talkers):
             ("/top_k 1.5", "it must be an integer"),
             ("/max_tokens 0", "it must be at least 1"),
             ("/save /nowhere/at/all", "cannot be written (No such file or directory)"),
-            ("/save inputrc", "inputrc already exists"),
+            ("/save .chat_history", ".chat_history already exists"),
             ("/load nothing", "cannot be read"),
-            ("/load inputrc", "does not contain one conversation"),
+            ("/load .chat_history", "does not contain one conversation"),
             ("x" * CONTEXT, "shorten the prompt"),
         ):
             assert words in session.say(mistake)
@@ -415,6 +418,55 @@ def test_commands_and_the_files_they_write(talkers):
     kept = talkers / ".chat_history"
     assert kept.read_text().splitlines()[:4] == ["/save", "hi", "/verbose", "/temperature 0"]
     assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def messages_of(session: Terminal, file: Path) -> list[str]:
+    """The user's messages so far."""
+    assert session.say(f"/save {file}") == f"Saved to {file}."
+    (conversation,) = map(json.loads, file.read_text("utf-8").splitlines())
+    return [message["content"] for message in conversation["messages"] if message["role"] == "user"]
+
+
+@pytest.mark.skipif("libedit" in (readline.__doc__ or ""), reason="libedit has no bracketed paste")
+def test_a_bracketed_paste_is_one_message(talkers):
+    with terminal(talkers, *GREEDY, "--max-tokens", "5") as session:
+        session.until(PROMPT)
+        assert session.marks_pastes
+        session.type("\x1b[200~// a paste\r\rwith an end\r\x1b[201~")
+        session.press("\r")
+        session.until(PROMPT)
+        assert messages_of(session, talkers / "talk.jsonl") == ["// a paste\n\nwith an end"]
+
+
+def test_pasted_lines_are_one_message_in_a_terminal_that_does_not_mark_them(talkers):
+    with terminal(talkers, *GREEDY, "--max-tokens", "5") as session:
+        session.until(PROMPT)
+        session.say("/max_tokens 6\r/not a command\rlast line")
+        session.say("another message")
+        said = ["/max_tokens 6\n/not a command\nlast line", "another message"]
+        assert messages_of(session, talkers / "talk.jsonl") == said
+
+
+def test_a_backslash_continues_a_message_on_the_next_line(talkers):
+    with terminal(talkers, *GREEDY, "--max-tokens", "5") as session:
+        session.until(PROMPT)
+        session.type("one\\\r")
+        session.until("... ")
+        session.type("two\\\r")
+        session.until("... ")
+        session.say("three")
+        assert messages_of(session, talkers / "talk.jsonl") == ["one\ntwo\nthree"]
+        assert "backslash" in session.say("/help")
+
+
+def test_lines_typed_during_an_answer_remain_messages_of_their_own(talkers):
+    with terminal(talkers, *GREEDY, "--max-tokens", "300") as session:
+        session.until(PROMPT)
+        session.type("loop\r")
+        session.until("tick tock")
+        session.type("hi\rsum\r")
+        session.until(re.compile(rb"\n> hi\r\n.*\n> sum\r\n.*\n> $", re.DOTALL))
+        assert messages_of(session, talkers / "talk.jsonl") == ["loop", "hi", "sum"]
 
 
 def test_the_arrow_keys_recall_the_input_history(talkers):

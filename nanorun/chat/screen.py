@@ -48,11 +48,11 @@ class Screen:
         self._empty, self._in_line = True, False  # the answer is empty; it ends within a line
         self._wrap = Wrap(0)  # the width of the terminal when an answer begins
 
-    def prompt(self) -> str:
+    def prompt(self, sign: str) -> str:
         """The input prompt, empty if stdout is not a terminal. \\x01 and \\x02 mark zero width for readline."""
         if not self.watched:
             return ""
-        return f"\x01{_BOLD}\x02>\x01{_NORMAL}\x02 " if self._styled else "> "
+        return f"\x01{_BOLD}\x02{sign}\x01{_NORMAL}\x02 " if self._styled else f"{sign} "
 
     def echo(self, text: str) -> None:
         """Shows the text that the model continues."""

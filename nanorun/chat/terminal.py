@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from nanorun import home
 from nanorun.chat import history
 from nanorun.chat.conversation import ChatAnswer, ChatOptions, Continuation, Dialogue
+from nanorun.chat.input import enable_bracketed_paste, read_message, terminal_without
 from nanorun.chat.screen import Screen
 from nanorun.console import count
 from nanorun.errors import UserError
@@ -124,6 +125,7 @@ class Terminal:
             )
         self._screen.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D exits.")
         history.load()
+        enable_bracketed_paste()
         with contextlib.suppress(EOFError):
             while True:
                 try:
@@ -134,14 +136,14 @@ class Terminal:
                     self._screen.note("")
 
     def _read(self) -> str:
-        """A line, or EOFError."""
+        """A message, or EOFError."""
         interrupted = False
         while True:
             try:
-                line = input(self._screen.prompt())
-                _check_utf8(line)
-                history.add(line)
-                return line
+                message = read_message(self._screen.prompt(">"), self._screen.prompt("..."))
+                _check_utf8(message)
+                history.add(message)
+                return message
             except KeyboardInterrupt:
                 self._screen.note("")
                 if interrupted:
@@ -152,14 +154,15 @@ class Terminal:
                 self._screen.note("")
                 raise
             except UnicodeDecodeError:
-                raise UserError("The line is not valid UTF-8: set your terminal to UTF-8.") from None
+                raise UserError("The text is not valid UTF-8: set your terminal to UTF-8.") from None
 
-    def _handle(self, line: str) -> None:
-        if line.startswith("/") and not line.startswith("//"):
-            name, _, argument = line[1:].partition(" ")
+    def _handle(self, message: str) -> None:
+        slash = message.startswith("/") and "\n" not in message  # several lines are a text
+        if slash and not message.startswith("//"):
+            name, _, argument = message[1:].partition(" ")
             self._command(name)(argument.strip())
-        elif line.strip() or not self._chats:
-            text = line.removeprefix("/") if line.startswith("//") else line
+        elif message.strip() or not self._chats:
+            text = message.removeprefix("/") if slash else message
             if isinstance(self._conversation, Continuation) and self._conversation.ended and not text:
                 self._screen.note("The text has ended. Starting another one:")
             self._answer(self._conversation.ask(text), echo=bool(text))
@@ -185,7 +188,7 @@ class Terminal:
                 f"The conversation exceeds the model's context of {context:,} tokens: its oldest part is left out."
             )
         self._truncated = truncated
-        with _on_interrupt(answer.stop), _no_echo():
+        with _on_interrupt(answer.stop), terminal_without(termios.ECHO):
             try:
                 if echo and isinstance(self._conversation, Continuation):
                     self._screen.echo(self._conversation.start)
@@ -217,6 +220,7 @@ class Terminal:
         others = ", ".join(f"/{name}" for name in _SETTINGS if name != "temperature")
         lines = [f"/{name:<{width}}{text}" for name, text in listed.items()]
         lines.append(f"{others}: likewise; without a value, they show the current one")
+        lines.append("To send several lines, paste them, or end each but the last with a backslash (\\).")
         self._screen.note("\n".join(lines))
 
     def _do_reset(self, _: str) -> None:
@@ -316,20 +320,3 @@ def _on_interrupt(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _no_echo() -> Iterator[None]:
-    """Disables the echo of typed characters during an answer. They are read at the next prompt."""
-    try:
-        before = termios.tcgetattr(sys.stdin)
-    except termios.error:  # stdin is not a terminal
-        yield
-        return
-    quiet = before.copy()
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
