@@ -142,7 +142,8 @@ class Event:
     ids: tuple[int, ...]
     pieces: tuple[Piece, ...]  # complete characters that cannot be the beginning of a stop string any more
     # Of the sampled tokens whose text is emitted by now. Stop strings and tool calls have none.
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...]
+    sampled_tokens: int  # of the sample so far, without the tool's output
     reply: Reply | None = None  # with the last event of each sample
 
     @property

@@ -231,4 +231,6 @@ class SequenceState:
         self._emitted_tokens, self._emitted_pieces = len(self.tokens), len(self._pieces)
         stream = self._text_stream
         logprobs = stream.take_logprobs(at_end=reply is not None) if stream is not None else []
-        self._listener(Event(self.sample, tuple(ids), tuple(pieces), tuple(logprobs), reply))
+        forced = sum(stop - start for start, stop in self._forced)
+        sampled = len(self.tokens) - self.prompt_length - forced
+        self._listener(Event(self.sample, tuple(ids), tuple(pieces), tuple(logprobs), sampled, reply))

@@ -36,7 +36,7 @@ from nanorun.serve.middleware import SecurityMiddleware
 from nanorun.serve.options import ServeOptions
 from nanorun.serve.prompts import PromptEncoder
 from nanorun.serve.response import CompletionResponse
-from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation
+from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation, StreamOptions
 
 WEB = Path(__file__).parent / "web"
 LEFT_OUT = "nanorun-left-out"  # the header with the number of messages that did not fit
@@ -148,6 +148,7 @@ class Service:
             sampling = self._sampling(body)
             requests = [EngineRequest(prompt, sampling, **common) for prompt in encoded]
             model = {"model": self.model.name, "system_fingerprint": self.fingerprint}
+            stream_options = body.stream_options or StreamOptions()
             response = CompletionResponse(
                 requests,
                 stream,
@@ -156,7 +157,8 @@ class Service:
                 self.model.tokenizer,
                 model=model,
                 chat=is_chat,
-                include_usage=body.wants_usage,
+                include_usage=bool(stream_options.include_usage),
+                continuous_usage=bool(stream_options.continuous_usage_stats),
             )
         except UserError as error:
             stream.close()

@@ -321,7 +321,7 @@ def _merge(events: list[Event]) -> Event:
         tuple(itertools.chain.from_iterable(getattr(event, name) for event in events))
         for name in ("ids", "pieces", "logprobs")
     )
-    return Event(events[0].sample, ids, pieces, logprobs, events[-1].reply)
+    return Event(events[0].sample, ids, pieces, logprobs, events[-1].sampled_tokens, events[-1].reply)
 
 
 def _tool_placeholder() -> NoReturn:

@@ -47,10 +47,12 @@ class CompletionResponse(Response):
         model: dict[str, Any],  # the fields of every object that name it
         chat: bool,
         include_usage: bool,  # at the end of a stream
+        continuous_usage: bool,  # in every chunk, the usage so far
     ) -> None:
         self._requests, self._response_stream = requests, response_stream
         self._limits, self._metrics = limits, metrics
-        self._tokenizer, self._chat, self._include_usage = tokenizer, chat, include_usage
+        self._tokenizer, self._chat = tokenizer, chat
+        self._include_usage, self._continuous_usage = include_usage, continuous_usage
         self._stream, self._samples = requests[0].stream, requests[0].samples
         super().__init__(media_type="text/event-stream" if self._stream else "application/json")
         kind = "chat.completion" if chat else "text_completion"
@@ -61,6 +63,7 @@ class CompletionResponse(Response):
             **model,
         }
         self._replies: list[Reply | None] = [None] * (len(requests) * self._samples)  # by choice
+        self._sampled_tokens = [0] * len(self._replies)
         self._text_offsets = [0] * len(self._replies)  # of the next token with logprobs
         self._started = False
 
@@ -90,7 +93,7 @@ class CompletionResponse(Response):
         choices: list[Any] = [None] * len(self._replies)
         while None in self._replies:
             for index, event in (await self._response_stream.next_events(KEEP_ALIVE_S)).items():
-                self._replies[index] = event.reply
+                self._receive(index, event)
                 choices[index] = self._choice(index, event)
         body = _encoder.encode({**self._fields, "choices": choices, "usage": self._usage()}).encode()
         self.headers["content-length"] = str(len(body))
@@ -100,14 +103,16 @@ class CompletionResponse(Response):
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # a proxy must not buffer it
         del self.headers["content-length"]
-        usage = {"usage": None} if self._include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         role = {"role": "assistant", "content": ""}
         chunks = [_chunk(index, role) for index in range(len(self._replies))] if self._chat else []
         while None in self._replies:
             events = await self._response_stream.next_events(KEEP_ALIVE_S if self._started else FIRST_WRITE_S)
             for index, event in events.items():
-                self._replies[index] = event.reply
+                self._receive(index, event)
                 chunks += self._chunks(index, event)
+            if self._continuous_usage:
+                usage = {"usage": self._usage()}
             data = b"".join([_sse({**self._fields, "choices": [chunk], **usage}) for chunk in chunks])
             chunks.clear()
             done = None not in self._replies
@@ -117,6 +122,9 @@ class CompletionResponse(Response):
                 data += b"data: [DONE]\n\n"
             if data or not events:
                 await self._send(send, data or b": keep-alive\n\n", last=done)
+
+    def _receive(self, index: int, event: Event) -> None:
+        self._replies[index], self._sampled_tokens[index] = event.reply, event.sampled_tokens
 
     # -- JSON ----------------------------------------------------------------------------------------
 
@@ -179,16 +187,14 @@ class CompletionResponse(Response):
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
     def _usage(self) -> dict[str, Any]:
-        replies = [reply for reply in self._replies if reply is not None]
-        prompt = sum(reply.prompt_tokens for reply in replies[:: self._samples])
-        completion = sum(reply.forced.count(False) for reply in replies)
+        prompt = sum(len(request.prompt) for request in self._requests)
+        completion = sum(self._sampled_tokens)
+        cached = [reply.reused_tokens for reply in self._replies[:: self._samples] if reply is not None]
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(reply.reused_tokens for reply in replies[:: self._samples])
-            },
+            "prompt_tokens_details": {"cached_tokens": sum(cached)},
         }
 
     # -- sending -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Three kinds of fields: those that are implemented; those that are harmless and ignored (`store`, `user`,
 `metadata`...); those that would change the answer and are not supported (`tools`, images, JSON modes, the additive
 penalties...), which are rejected unless they have no effect. A name that OpenAI does not have is rejected, except
-ours: top_k, min_p, repetition_penalty, truncation and nanorun_parts.
+ours (top_k, min_p, repetition_penalty, truncation, nanorun_parts) and vLLM's continuous_usage_stats.
 """
 
 from typing import Annotated, Any, Literal
@@ -45,6 +45,7 @@ class Message(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
     include_obfuscation: bool | None = None  # ignored
 
 
@@ -71,10 +72,6 @@ class Generation(_Strict):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
         """Rejects what is not supported."""

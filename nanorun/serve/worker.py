@@ -200,10 +200,10 @@ def encode_event(event: Event) -> tuple[Any, ...]:
     """Without the logprobs of the reply: those of the events are enough for the server."""
     reply = {**vars(event.reply), "logprobs": None} if event.reply is not None else None
     logprobs = [(token_id, *vars(logprobs).values()) for token_id, logprobs in event.logprobs]
-    return event.sample, event.ids, event.pieces, logprobs, reply
+    return event.sample, event.ids, event.pieces, logprobs, event.sampled_tokens, reply
 
 
 def decode_event(encoded: tuple[Any, ...]) -> Event:
-    sample, ids, pieces, logprobs, reply = encoded
+    sample, ids, pieces, logprobs, sampled_tokens, reply = encoded
     shown = tuple((token_id, Logprobs(*values)) for token_id, *values in logprobs)
-    return Event(sample, ids, pieces, shown, Reply(**reply) if reply is not None else None)
+    return Event(sample, ids, pieces, shown, sampled_tokens, Reply(**reply) if reply is not None else None)

@@ -44,6 +44,23 @@ def test_a_streamed_answer_ends_with_its_usage(client):
     assert chunks[-1].usage.completion_tokens == len(HI.encode()) + 1
 
 
+def test_every_chunk_has_the_usage_so_far_on_request(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"messages": user("sum"), "stream": True, "stream_options": options, **GREEDY}
+    chunks = list(client.chat.completions.create(**asked))
+    whole = client.chat.completions.create(messages=user("sum"), **GREEDY).usage
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.prompt_tokens}
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == whole.completion_tokens
+    said = 0
+    for chunk in chunks[:-1]:  # a token is a byte here
+        delta = chunk.choices[0].delta
+        parts = getattr(delta, "nanorun_parts", None) or [{"type": "text", "text": delta.content or ""}]
+        said += sum(len(part["text"]) for part in parts if part["type"] != "output")
+        assert chunk.usage.completion_tokens >= said
+
+
 def test_a_tool_call_is_a_separate_field_and_can_be_sent_back(client):
     message = client.chat.completions.create(messages=user("sum"), **GREEDY).choices[0].message
     assert message.content == "Let me see:  Quite so."

@@ -47,6 +47,8 @@ def test_stop_keeps_the_text_so_far_and_frees_the_slot(page, server):
     said = answers(page).text_content()
     assert len(said) >= max(page.evaluate("[...window.lengths]")) > min(page.evaluate("[...window.lengths]"))
     assert said.startswith("tick tock tick")
+    tokens = int(page.locator(".stats .count").text_content().removesuffix(" tokens"))
+    assert len(said) <= tokens <= len(said) + 1, "a token is a letter here; a space at the end is not shown"
     page.get_by_role("button", name="New conversation").click()  # a partial answer confuses a tiny model
     ask(page, "hi")
     expect(answers(page)).to_have_text(HI)

@@ -22,13 +22,14 @@ export async function fetchModel(key) {
 }
 
 /**
- * Yields { kind, text } for each piece of the answer ("text", or a tool's "python", "output", "guess"), then
- * { finish } and { tokens }; before them { leftOut }, if the oldest messages did not fit. A base model takes `prompt`
- * instead of `messages`.
+ * Yields { tokens }, how many were generated so far, and { content, parts } for each chunk of the answer: its plain
+ * text, and its exact parts ("text", or a tool's "python", "output", "guess"); then { finish }; before them
+ * { leftOut }, if the oldest messages did not fit. A base model takes `prompt` instead of `messages`.
  */
 export async function* answer(request, key, signal) {
   const path = "messages" in request ? "v1/chat/completions" : "v1/completions";
-  const body = JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true } });
+  const stream = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  const body = JSON.stringify({ ...request, ...stream });
   const asked = {
     method: "POST",
     headers: { ...headers(key), "content-type": "application/json" },
@@ -44,9 +45,9 @@ export async function* answer(request, key, signal) {
     if (chunk.error) throw new ApiError(String(chunk.error.message));
     if (chunk.usage) yield { tokens: chunk.usage.completion_tokens };
     for (const { delta, text, finish_reason: finish } of chunk.choices ?? []) {
-      const content = delta?.content ?? text;
-      if (content) yield { kind: "text", text: content };
-      for (const part of delta?.nanorun_parts ?? []) yield { kind: part.type, text: part.text };
+      const content = delta?.content ?? text ?? "";
+      const parts = delta?.nanorun_parts;
+      if (content || parts) yield { content, parts: parts ?? [{ type: "text", text: content }] };
       if (finish) yield { finish };
     }
   }

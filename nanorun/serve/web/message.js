@@ -195,7 +195,7 @@ function figures({ finish, stats, content, leftOut }) {
   if (finish === "length") add("cut off at the token limit");
   if (leftOut) add(leftOut === 1 ? "the oldest message is left out" : `the oldest ${leftOut} messages are left out`);
   if (!stats?.tokens) return items;
-  add(`${stats.counted ? "" : "about "}${stats.tokens} token${stats.tokens === 1 ? "" : "s"}`, "count");
+  add(`${stats.tokens} token${stats.tokens === 1 ? "" : "s"}`, "count");
   if (stats.perSecond) add(`${round(stats.perSecond)} tokens/s`);
   add(`first after ${stats.first < 1 ? `${round(stats.first * 1000)} ms` : `${round(stats.first)} s`}`);
   return items;

@@ -44,17 +44,17 @@ export class Talk {
     this.changed(conversation, message);
     const start = performance.now();
     let first = null;
-    let pieces = 0;
+    let latest = null;
     let tokens = null;
     try {
       for await (const update of answer(request, loadKey(), controller.signal)) {
         if (update.finish) message.finish = update.finish;
         if (update.tokens) tokens = update.tokens;
         if (update.leftOut) message.leftOut = update.leftOut;
-        if (update.text === undefined) continue;
-        first ??= performance.now();
-        pieces += 1;
-        add(message, update.kind, update.text);
+        if (!update.parts) continue;
+        latest = performance.now();
+        first ??= latest;
+        add(message, update);
         this.changed(conversation, message);
       }
       message.finish ??= "stop";
@@ -63,7 +63,7 @@ export class Talk {
       else if (error instanceof ApiError) message.error = { said: error.message, status: error.status };
       else message.error = { said: "The server's response is malformed: try again.", status: 0 };
     }
-    if (first !== null) message.stats = stats(start, first, tokens, pieces);
+    if (first !== null) message.stats = stats(start, first, latest, tokens);
     this.running.delete(conversation.id);
     this.ended(conversation, message);
     end();
@@ -89,21 +89,22 @@ export class Talk {
 const plain = ({ role, content, parts }) =>
   parts ? { role, content, nanorun_parts: parts } : { role, content };
 
-function add(message, kind, text) {
-  if (kind !== "text") message.parts ??= message.content ? [{ type: "text", text: message.content }] : [];
-  if (kind === "text") message.content += text;
+function add(message, { content, parts }) {
+  if (parts.some(({ type }) => type !== "text"))
+    message.parts ??= message.content ? [{ type: "text", text: message.content }] : [];
+  message.content += content;
   if (!message.parts) return;
-  const last = message.parts.at(-1);
-  if (last?.type === kind) last.text += text;
-  else message.parts.push({ type: kind, text });
+  for (const { type, text } of parts) {
+    const last = message.parts.at(-1);
+    if (last?.type === type) last.text += text;
+    else message.parts.push({ type, text });
+  }
 }
 
-/** The server's token count, or the number of pieces if it is unknown. */
-function stats(start, first, tokens, pieces) {
-  const now = performance.now();
-  const count = tokens ?? pieces;
-  const burst = now - first < (first - start) / 2; // all pieces came at once: their timing says nothing about the speed
-  const seconds = (now - (burst ? start : first)) / 1000;
-  const perSecond = count > 1 && seconds > 0 ? (burst ? count : count - 1) / seconds : null;
-  return { tokens: count, counted: tokens !== null, perSecond, first: (first - start) / 1000 };
+/** `tokens` is the server's count, also of an answer that was stopped. */
+function stats(start, first, latest, tokens) {
+  const burst = latest - first < (first - start) / 2; // all pieces came at once: their timing says nothing about the speed
+  const seconds = (latest - (burst ? start : first)) / 1000;
+  const perSecond = tokens > 1 && seconds > 0 ? (burst ? tokens : tokens - 1) / seconds : null;
+  return { tokens, perSecond, first: (first - start) / 1000 };
 }
