@@ -80,7 +80,7 @@ def test_json_describes_one_answer(trained):
     done = chat(trained, "-p", "sum", "--json", "--seed", "7", *GREEDY)
     record = json.loads(done.stdout)
     assert len(done.stdout.splitlines()) == 1
-    assert record["text"] == "Let me see:  Quite so."
+    assert record["text"] == "Let me see: Quite so."
     assert [(part["type"], part["text"]) for part in record["parts"]] == [
         ("text", "Let me see: "),
         ("python", "12+30"),
@@ -93,9 +93,9 @@ def test_json_describes_one_answer(trained):
     assert 0 < record["first_token_s"] < 10
 
 
-def test_a_pipe_gets_the_unchanged_text_without_tool_calls(trained):
+def test_a_pipe_gets_the_unchanged_text_with_tool_calls_in_brackets(trained):
     assert chat(trained, "-p", "evil", *GREEDY).stdout.decode() == EVIL + "\n"
-    assert chat(trained, "-p", "sum", *GREEDY).stdout == b"Let me see:  Quite so.\n"
+    assert chat(trained, "-p", "sum", *GREEDY).stdout == b"Let me see: [12+30 = 42] Quite so.\n"
 
 
 def test_int8_and_speculation_give_the_same_answer(trained):

@@ -39,10 +39,10 @@ def styled(stream: TextIO) -> bool:
 class Screen:
     """Answers on stdout, notes about them on stderr."""
 
-    def __init__(self, *, tools: bool, strip: bool) -> None:
-        """`tools` shows tool calls; `strip` removes white space before an answer."""
+    def __init__(self, *, strip: bool) -> None:
+        """`strip` removes white space before an answer."""
         self.watched = sys.stdout.isatty()
-        self._tools, self._strip = tools, strip
+        self._strip = strip
         self._styled, self._styled_notes = styled(sys.stdout), styled(sys.stderr)
         self._kind, self._code = "text", ""  # of the current part
         self._empty, self._in_line = True, False  # the answer is empty; it ends within a line
@@ -63,8 +63,6 @@ class Screen:
 
     def show(self, kind: str, text: str) -> None:
         """Shows a piece of an answer; a piece without text begins a part."""
-        if kind != "text" and not self._tools:
-            return
         if kind != self._kind or not text:
             self._begin_part(kind)
         if kind == "python":

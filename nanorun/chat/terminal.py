@@ -83,7 +83,7 @@ def _check_utf8(text: str) -> None:
 
 def _answer_once(conversation: Dialogue | Continuation, question: str, as_json: bool, verbose: bool) -> None:
     model = conversation.model
-    screen = Screen(tools=False, strip=model.is_chat_model)
+    screen = Screen(strip=model.is_chat_model)
     answer = conversation.ask(question)
     if not model.was_named:
         kind = "chat model" if model.is_chat_model else "base model: continues text"
@@ -109,7 +109,7 @@ class Terminal:
     def __init__(self, conversation: Dialogue | Continuation, verbose: bool = False) -> None:
         self._conversation, self._verbose = conversation, verbose
         self._chats = isinstance(conversation, Dialogue)
-        self._screen = Screen(tools=True, strip=self._chats)
+        self._screen = Screen(strip=self._chats)
         self._truncated = False  # the user knows that the oldest part is left out
         self._file: Path | None = None  # the conversation is saved here
 

@@ -32,7 +32,8 @@ def chat(
 ) -> None:
     """Chat with a model: a chat model answers, a base model continues the text.
 
-    In a conversation /help lists the commands. A prompt given with -p or on stdin gets one answer.
+    In a conversation /help lists the commands. A prompt given with -p or on stdin gets one answer. Tool calls are
+    shown in brackets; the text of --json leaves them out.
     """
     from nanorun.infer.request import Sampling
 

@@ -118,9 +118,31 @@ class Logprobs:
 TokenLogprobs = tuple[int, Logprobs]
 
 
+class PlainText:
+    """The text of a reply without its tool calls, incrementally.
+
+    Blanks before and after a call would add up to a gap: those after it are left out if there are some before it, and
+    all white space if the reply begins with the call.
+    """
+
+    def __init__(self) -> None:
+        self._after_call, self._end = False, ""  # the last character so far
+
+    def push(self, kind: str, text: str) -> str:
+        if kind != "text":
+            self._after_call = True
+            return ""
+        if self._after_call and not self._end.strip():
+            text = text.lstrip(" \t" if self._end else None)
+        if text:
+            self._after_call, self._end = False, text[-1]
+        return text
+
+
 def join_text(pieces: Iterable[Piece]) -> str:
     """The text of a reply, without tool calls and their outputs."""
-    return "".join([text for kind, text in pieces if kind == "text"])
+    plain = PlainText()
+    return "".join([plain.push(kind, text) for kind, text in pieces])
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ hold several tokens (the engine spaces its events: worker.py). While nothing arr
 slot), a comment keeps the connection alive.
 
 A chat model's answer has parts: text, and for a tool call its code ("python") and its result ("output", or "guess"
-if the model made it up). `content` is the text alone, which any client can show. `nanorun_parts` is the whole
-answer in order; a message has it if there is more than text.
+if the model made it up). `content` is the text alone, which any client can show, without the gap that a call
+would leave in it. `nanorun_parts` is the whole answer in order; a message has it if there is more than text.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanorun.infer.request import Event, Reply, Request
+from nanorun.infer.request import Event, PlainText, Reply, Request
 from nanorun.serve.engines import ResponseStream
 from nanorun.serve.errors import ApiError, internal_error
 from nanorun.serve.metrics import Metrics
@@ -64,6 +64,7 @@ class CompletionResponse(Response):
         }
         self._replies: list[Reply | None] = [None] * (len(requests) * self._samples)  # by choice
         self._sampled_tokens = [0] * len(self._replies)
+        self._plain_texts = [PlainText() for _ in self._replies]
         self._text_offsets = [0] * len(self._replies)  # of the next token with logprobs
         self._started = False
 
@@ -140,7 +141,7 @@ class CompletionResponse(Response):
         return {**choice, "logprobs": self._logprobs(index, event), "finish_reason": event.reply.finish}
 
     def _chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
-        """One chunk for the new text; tool calls and outputs have chunks of their own, in order."""
+        """One chunk for each part, in order; with its exact text, unless that is its content."""
         logprobs = self._logprobs(index, event)
         finish = event.reply.finish if event.reply is not None else None
         if not self._chat:
@@ -149,10 +150,12 @@ class CompletionResponse(Response):
             return [{"text": event.text, "index": index, "logprobs": logprobs, "finish_reason": finish}]
         chunks = []
         for part in join_pieces(event.pieces):
-            if part["type"] != "text":
-                chunks.append(_chunk(index, {"nanorun_parts": [part]}))
-            elif part["text"]:
-                chunks.append(_chunk(index, {"content": part["text"]}))
+            content = self._plain_texts[index].push(part["type"], part["text"])
+            delta: dict[str, Any] = {"content": content} if content else {}
+            if part != {"type": "text", "text": content}:
+                delta["nanorun_parts"] = [part]
+            if delta:
+                chunks.append(_chunk(index, delta))
         if event.logprobs:
             chunks = chunks or [_chunk(index, {})]
             chunks[0]["logprobs"] = logprobs

@@ -65,6 +65,25 @@ def test_stop_strings_span_tokens_and_are_not_part_of_the_reply(parrot, tokenize
         assert engine.generate([ask(tokenizer, stop=stop)])[0].text == text
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ("Let me see: ", " Quite so.", "Let me see: Quite so."),
+        ("12 + 30 = ", "42.", "12 + 30 = 42."),
+        ("It costs $", "42.", "It costs $42."),
+        ("Let me see.", " Quite so.", "Let me see. Quite so."),
+        ("", " \n 12 + 30 = 42.", "12 + 30 = 42."),
+        ("Python says ", "\n#### 3", "Python says \n#### 3"),
+        ("One:\n", "  two\n  three", "One:\ntwo\n  three"),
+    ],
+)
+def test_a_tool_call_leaves_no_gap_in_the_text(before, after, text):
+    call = [("python", ""), ("python", "12+30"), ("output", ""), ("output", "42")]
+    assert join_text([("text", before), *call, ("text", after)]) == text
+    letters = [[("text", letter) for letter in part] for part in (before, after)]
+    assert join_text([*letters[0], *call, *letters[1]]) == text, "as it streams"
+
+
 def test_a_possible_stop_string_is_held_back_and_emitted_at_the_end(tokenizer):
     stream = TextStream(tokenizer, ["ab-", "b--"])
     shown = [join_text(stream.push(ord(letter))) for letter in "xaab"]

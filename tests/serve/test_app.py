@@ -83,10 +83,12 @@ def test_streamed_events_add_up_to_the_event_of_a_request_without_streaming(trai
     assert [token_id for event in said for token_id in event.ids] == list(whole.ids)
     assert [pair for event in said for pair in event.logprobs] == list(whole.logprobs)
     assert not any(stop in part["text"] for part in parts for stop in stops if part["type"] != "output")
-    expected = {"e:": "Let me se", "12+": "Let me see: ", "so": "Let me see:  Quite "}
+    expected = {"e:": "Let me se", "12+": "Let me see: ", "so": "Let me see: Quite "}
     expected["<|python_start|>"] = "Let me see: "
-    assert whole.text == expected.get(stops[0] if stops else "", "Let me see:  Quite so.")
-    assert "".join(chr(token_id) for token_id, _ in whole.logprobs) == whole.text, "a token is a byte here"
+    assert whole.text == expected.get(stops[0] if stops else "", "Let me see: Quite so.")
+    sampled = "".join(part["text"] for part in parts if part["type"] == "text")
+    assert "".join(chr(token_id) for token_id, _ in whole.logprobs) == sampled, "a token is a byte here"
+    assert [event.sampled_tokens for event in (said[-1], whole)] == [whole.reply.forced.count(False)] * 2
 
 
 def test_a_histogram_counts_up_to_each_bound():

@@ -63,7 +63,7 @@ def test_every_chunk_has_the_usage_so_far_on_request(client):
 
 def test_a_tool_call_is_a_separate_field_and_can_be_sent_back(client):
     message = client.chat.completions.create(messages=user("sum"), **GREEDY).choices[0].message
-    assert message.content == "Let me see:  Quite so."
+    assert message.content == "Let me see: Quite so.", "without a gap where the call was"
     assert [(part["type"], part["text"]) for part in message.nanorun_parts] == SUM_PARTS
     again = [*user("sum"), message.model_dump(), *user("hi")]
     reply = client.chat.completions.create(messages=again, **GREEDY)
@@ -73,12 +73,16 @@ def test_a_tool_call_is_a_separate_field_and_can_be_sent_back(client):
 
 
 def test_a_streamed_tool_call_comes_in_order(client):
-    pieces = []
+    pieces, contents = [], ""
     for chunk in client.chat.completions.create(messages=user("sum"), stream=True, **GREEDY):
         for choice in chunk.choices:
-            parts = getattr(choice.delta, "nanorun_parts", None) or []
-            pieces += [(part["type"], part["text"]) for part in parts]
-            pieces += [("text", choice.delta.content)] if choice.delta.content else []
+            content = choice.delta.content or ""
+            parts = getattr(choice.delta, "nanorun_parts", None) or [{"type": "text", "text": content}]
+            pieces += [
+                (part["type"], part["text"]) for part in parts if part["type"] != "text" or part["text"]
+            ]
+            contents += content
+    assert contents == "Let me see: Quite so.", "as without streaming"
     joined = []
     for kind, text in pieces:
         if joined and joined[-1][0] == kind:

@@ -113,8 +113,9 @@ def test_a_tool_call_is_a_block_and_is_sent_back_to_the_model(page):
     expect(answers(page)).to_have_text("Let me see: calculator12+30→42Quite so.")
     with page.expect_request(f"**{CHAT}") as next_one:
         ask(page, "hi")
-    sent = next_one.value.post_data_json["messages"][1]["nanorun_parts"]
-    assert sent == ANSWERS["sum"]
+    sent = next_one.value.post_data_json["messages"][1]
+    assert sent["nanorun_parts"] == ANSWERS["sum"]
+    assert sent["content"] == "Let me see: Quite so."
 
 
 def test_an_output_that_the_model_made_up_is_marked(page):
