@@ -160,11 +160,11 @@ def _hold_out(pool: list[str], target: float) -> Iterator[tuple[str, str]]:
     long = [index for index, size in enumerate(sizes) if size > 2 * piece or len(pool) == 1]
     short = [index for index, size in enumerate(sizes) if size <= 2 * piece and len(pool) > 1]
     goal = share * sum(sizes[index] for index in long)
-    if share * len(short) >= PIECES and goal < target / 2:
+    if share * len(short) >= PIECES and goal < target / 4:
         goal = 0  # whole documents are enough
-    cut = _evenly(long, max(round(goal / piece), 0 if short else 1))
+    cut = _evenly(long, max(round(goal / piece), 0 if short else 1), sizes)
     at_least = max(min(len(pool) // 6, HANDFUL), 1)
-    whole = set(_evenly(short, max(round(share * len(short)), at_least - len(cut))))
+    whole = set(_evenly(short, max(round(share * len(short)), at_least - len(cut)), sizes))
     tail_share = min(goal / max(sum(sizes[index] for index in cut), 1), 0.5)
     for index, text in enumerate(pool):
         if index in cut:
@@ -173,10 +173,15 @@ def _hold_out(pool: list[str], target: float) -> Iterator[tuple[str, str]]:
             yield ("", text) if index in whole else (text, "")
 
 
-def _evenly(items: list[int], count: int) -> list[int]:
-    """That many of the items, evenly spaced."""
+def _evenly(items: list[int], count: int, sizes: list[int]) -> list[int]:
+    """That many of the items, evenly spaced, beginning where their sizes add up to a typical sum."""
     count = min(count, len(items))
-    return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
+    typical = sum(sizes[index] for index in items) * count / max(len(items), 1)
+    choices = [
+        [items[(16 * i + shift) * len(items) // (16 * count)] for i in range(count)]
+        for shift in (8, 6, 10, 4, 12, 2, 14)  # sixteenths of the space between two
+    ]
+    return min(choices, key=lambda chosen: abs(sum(sizes[index] for index in chosen) - typical))
 
 
 def _cut_in_two(text: str, share: float) -> tuple[str, str]:

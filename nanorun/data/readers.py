@@ -118,6 +118,8 @@ def _files_below(folder: Path) -> list[Path]:
         )
     if others := len(below) - len(readable):
         say(f"in {folder}: skipped {others} file{'s' * (others > 1)} of unsupported kinds")
+    if tables := sum(file_kind(path)[0] in ("json", "csv") for path in below):
+        say(f"in {folder}: {tables} of them .json or .csv, which are read if you name them")
     return readable
 
 

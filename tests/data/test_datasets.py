@@ -126,6 +126,14 @@ def test_few_long_documents_lose_their_ends_and_none_is_lost_whole(home, tmp_pat
     assert len(val) == 5
 
 
+def test_notes_of_very_different_lengths_are_held_out_in_proportion(home, tmp_path):
+    sizes = [int(300 * 1.07 ** (37 * i % 80)) for i in range(107)]
+    val, share = held_out(tmp_path / "a", sizes)
+    assert 0.07 < share < 0.13
+    assert sum("document" not in text for text in val) >= 3, "the ends of long ones"
+    assert sum("document" in text for text in val) >= 5, "short ones"
+
+
 def test_the_same_files_give_the_same_dataset(home, tmp_path):
     held_out(tmp_path / "a", [700, 9_000, 40_000] * 500)
     first = open_dataset("held").fingerprint
