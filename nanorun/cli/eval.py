@@ -9,6 +9,7 @@ from nanorun import tables
 from nanorun.cli.options import ChatModel, Json, Model, Save, TaskFiles, example, show
 from nanorun.console import say
 from nanorun.errors import UserError
+from nanorun.provenance import check_writable
 
 app = typer.Typer(help="Evaluate a model: bits per byte, CORE, ChatCORE.", no_args_is_help=True)
 
@@ -64,6 +65,7 @@ def eval_chat(
     from nanorun.evals import chat
     from nanorun.evals.replies import ReplySettings
 
+    check_writable(keep)
     named = _split_names(tasks)
     if judge is not None:
         if model or keep:
