@@ -341,6 +341,7 @@ def test_a_run_whose_parent_was_renamed_resumes_and_loads(world):
     longer = train_sft(choices(world, steps=5), BaseOptions(name="renamed-child"))
     assert (longer["steps"], longer["parent"]) == (5, "second-name"), "without --from it keeps its parent"
     assert run_list.show_record("renamed-child")["lineage"] == ["second-name", "renamed-child"]
+    run_list.remove(["renamed-child", "second-name"])  # other tests start from the only base model
 
 
 def test_the_run_remembers_its_parent_and_mixture_and_loads_as_a_model(world):
