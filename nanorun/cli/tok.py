@@ -10,9 +10,14 @@ from nanorun.cli.options import Json, Replace, example, show
 app = typer.Typer(help="Tokenizers: train one, compare it with others.", no_args_is_help=True)
 
 
-@app.command("train", epilog=example("nanorun tok train --vocab 32768 --data mine"))
+@app.command("train", epilog=example("nanorun tok train --data mine"))
 def tok_train(
-    vocab: Annotated[int, typer.Option(help="Vocabulary size, the nine special tokens included.")] = 32768,
+    vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="Vocabulary size, the nine special tokens included (default: from the size of the text)."
+        ),
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Dataset to train on (default: the newest).")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the tokenizer (default: DATASET-VOCAB).")] = None,
     max_bytes: Annotated[

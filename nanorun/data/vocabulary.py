@@ -1,6 +1,7 @@
 """Tokenizers and datasets together: `tok train` trains one on a dataset, training takes the one that belongs to its
 dataset, `tok eval` evaluates one on another."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -18,21 +19,39 @@ from nanorun.text.store import available_public_tokenizers, open_tokenizer, toke
 from nanorun.text.tokenizer import CONFIG_FILE, Tokenizer, train_tokenizer
 
 SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB = "sample", "sample", 1024
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 512, 32_768  # by default
+
+
+def size_for(text_bytes: int) -> int:
+    """The default size of a vocabulary for so much text: a power of two near 1.4 times its square root. A larger one
+    has tokens that occur too rarely to be learned, and costs time in the head; a smaller one makes longer rows."""
+    size = 2 ** round(math.log2(1.4 * math.sqrt(max(text_bytes, 1))))
+    return int(min(max(size, SMALLEST_VOCABULARY), LARGEST_VOCABULARY))
 
 
 def train_on(
-    dataset: Dataset, vocab_size: int, *, name: str | None = None, max_bytes: int, replace: bool = False
+    dataset: Dataset,
+    vocab_size: int | None,
+    *,
+    name: str | None = None,
+    max_bytes: int,
+    replace: bool = False,
 ) -> dict[str, Any]:
-    """Trains a tokenizer on a dataset's training text and stores it as `tokenizers/NAME/`."""
-    name = home.check_name(name or f"{dataset.name}-{vocab_size}"[:64], "tokenizer")
+    """Trains a tokenizer on a dataset's training text and stores it as `tokenizers/NAME/`. Without a size, one that
+    fits the text."""
     total = min(dataset.total("text_bytes", "train"), max_bytes)
+    fills = vocab_size is not None
+    if vocab_size is None:
+        vocab_size = size_for(total)
+        say(f"{total:,} bytes of text: a vocabulary of {vocab_size:,} tokens (--vocab chooses another)")
+    name = home.check_name(name or f"{dataset.name}-{vocab_size}"[:64], "tokenizer")
     start = time.perf_counter()
     with (
         home.new_folder(home.tokenizers_dir() / name, replace=replace) as folder,
         Progress(f"reading {dataset.name}", total, "B") as bar,
     ):
         texts = _at_most(read_texts(dataset.files("train")), max_bytes, bar)
-        tokenizer = train_tokenizer(texts, vocab_size, name, dataset=dataset.name)
+        tokenizer = train_tokenizer(texts, vocab_size, name, dataset=dataset.name, fill=fills)
         tokenizer.save(folder)
     return {
         "name": name,

@@ -239,9 +239,10 @@ class Tokenizer:
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, name: str, *, dataset: str | None = None
+    texts: Iterable[str], vocab_size: int, name: str, *, dataset: str | None = None, fill: bool = True
 ) -> Tokenizer:
-    """Trains BPE with `vocab_size` tokens, the nine special ones included. Deterministic for given texts.
+    """Trains BPE with `vocab_size` tokens, the nine special ones included. Deterministic for given texts. Text with
+    fewer different pairs makes fewer tokens, which is an error unless `fill` is false.
 
     Texts are passed on in blocks of 65,536 characters, which bounds the longest word the trainer sees.
     """
@@ -268,10 +269,10 @@ def train_tokenizer(
     trainer.train_from_iterator(blocks(), vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN)
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     reached = len(ranks) + len(SPECIAL_TOKENS)
-    if reached < vocab_size:
+    if fill and reached < vocab_size:
         raise UserError(
             f"{seen} bytes of text are too few for a vocabulary of {vocab_size}: they fill {reached}. "
-            f"Use more text or a vocabulary of at most {reached}."
+            f"Use more text, a vocabulary of at most {reached}, or no --vocab for one that fits the text."
         )
     trained_on = {
         "dataset": dataset,
