@@ -27,6 +27,10 @@ IGNORE = -1  # the target of a position that is not trained
 NORM_EPSILON = 2.0**-23
 MAX_WEIGHT_DECAY = 1.0  # the scaling rule was fitted to real models and diverges for tiny ones
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
+DEFAULT_PASSES = 8  # over the training text, at most, where no length is asked for
+SHORT_RUN_TOKENS = 35_000_000  # below this, MIN_STEPS limits the batch size
+NARROW = 256  # up to this width the rules for real models were not fitted
+MIN_STEPS = 300  # a batch size that leaves fewer steps is halved, where none is asked for
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -173,6 +177,7 @@ class OptimConfig:
 class TrainConfig:
     steps: int
     batch_tokens: int = REFERENCE_BATCH
+    minutes: float | None = None  # if asked for; steps follow from them and the speed of the machine
     seed: int = 0
     eval_every: int = 250
     eval_tokens: int = 20_000_000
@@ -295,6 +300,7 @@ class Horizon:
     tokens: int | None = None
     flops: float | None = None
     steps: int | None = None
+    minutes: float | None = None  # on this machine: plan/dial.py turns them into tokens
 
     def __post_init__(self) -> None:
         names = [f.name for f in fields(self) if getattr(self, f.name) is not None]
@@ -324,22 +330,47 @@ def scale(
     context: int = 2048,
     horizon: Horizon | None = None,
     batch_tokens: int | None = None,
+    text_tokens: int | None = None,
     data: str = "sample",
     tokenizer: str = "sample",
 ) -> Config:
     """The whole configuration, derived from the depth."""
-    horizon = horizon or Horizon()
     model = scale_model(depth, vocab_size, context)
-    reference = scale_model(REFERENCE_DEPTH, vocab_size, context)
+    return scale_training(
+        model,
+        horizon or Horizon(),
+        batch_tokens=batch_tokens,
+        text_tokens=text_tokens,
+        data=data,
+        tokenizer=tokenizer,
+    )
+
+
+def scale_training(
+    model: ModelConfig,
+    horizon: Horizon,
+    *,
+    batch_tokens: int | None = None,
+    text_tokens: int | None = None,
+    data: str = "sample",
+    tokenizer: str = "sample",
+) -> Config:
+    """Length, batch size and learning rates for a model. `text_tokens` is the size of the training text: a length that
+    nobody asked for is at most DEFAULT_PASSES times that."""
+    context = model.context
+    reference = scale_model(REFERENCE_DEPTH, model.vocab_size, context)
     ratio = horizon.ratio or DEFAULT_RATIO
     tokens = ratio * model.scaling_parameters
     if horizon.tokens is not None:
         tokens = horizon.tokens
     elif horizon.flops is not None:
         tokens = horizon.flops / model.flops_per_token
+    elif horizon == Horizon() and text_tokens is not None:
+        tokens = min(tokens, DEFAULT_PASSES * text_tokens)
     data_ratio = tokens / (ratio * reference.scaling_parameters)  # to the reference model's tokens
     if batch_tokens is None:
         batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * data_ratio**0.383))
+        batch_tokens = min(batch_tokens, 2 ** math.floor(math.log2(max(tokens / MIN_STEPS, 1))))
         batch_tokens = max(batch_tokens, context)
     if batch_tokens < context:
         raise UserError(
@@ -350,14 +381,20 @@ def scale(
     steps = horizon.steps or max(round(tokens / batch_tokens), 1)
     data_ratio = steps * batch_tokens / (ratio * reference.scaling_parameters)
 
-    by_batch = math.sqrt(batch_tokens / REFERENCE_BATCH)
+    lr_scale = math.sqrt(batch_tokens / REFERENCE_BATCH)
     by_width = (model.dim / 768) ** -0.5
-    base = OptimConfig()
-    lrs = {name: lr * by_batch * by_width for name, lr in base.learning_rates().items()}
+    base, weight_decay = OptimConfig(), OptimConfig.matrix_weight_decay * lr_scale / data_ratio
+    if steps * batch_tokens < SHORT_RUN_TOKENS:
+        # A short run can take larger steps: with its default batch, learning rates are ∝ tokens^-0.26.
+        lr_scale = min(lr_scale * (SHORT_RUN_TOKENS / (steps * batch_tokens)) ** 0.76, 1.0)
+        if model.dim <= NARROW:  # as in `sample_preset`, with more weight decay where the text repeats
+            base, by_width = replace(base, mu_lr=0.5, gate_lr=0.2), 1.0
+            weight_decay = 0.1 * max(steps * batch_tokens / (text_tokens or math.inf) / 2, 1.0)
+    lrs = {name: lr * lr_scale * by_width for name, lr in base.learning_rates().items()}
     optim = replace(
         base,
-        **{**lrs, "matrix_lr": base.matrix_lr * by_batch},  # Muon's updates need no scaling by width
-        matrix_weight_decay=min(base.matrix_weight_decay * by_batch / data_ratio, MAX_WEIGHT_DECAY),
+        **{**lrs, "matrix_lr": base.matrix_lr * lr_scale},  # Muon's updates need no scaling by width
+        matrix_weight_decay=min(weight_decay, MAX_WEIGHT_DECAY),
         warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
     )
     train = TrainConfig(steps=steps, batch_tokens=batch_tokens)

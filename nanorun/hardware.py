@@ -45,6 +45,7 @@ class Gpu:
     dollars_per_hour: float | None  # None: not for rent
     device: Literal["cuda", "mps", "cpu"] = "cuda"
     mfu: float = 0.40  # of a well-tuned run, where no measurement exists
+    same_chip: str | None = None  # a GPU with other memory, whose measurements hold here as well, nearly
 
     @property
     def compute_bytes(self) -> int:
@@ -67,7 +68,7 @@ GPUS = {
         Gpu("b200", r"B200\b", 2250, 179, 8.0, 6.00),
         Gpu("h200", r"H200\b(?! NVL)", 989, 140, 4.8, 3.80),
         Gpu("h100-pcie", r"H100 PCIe\b", 756, 80, 2.0, 2.40),
-        Gpu("h100", r"H100\b(?! NVL)", 989, 80, 3.35, 3.00),
+        Gpu("h100", r"H100\b(?! NVL)", 989, 80, 3.35, 3.00, same_chip="h200"),
         Gpu("a100-80", r"A100\b.*\b80GB", 312, 80, 2.04, 1.50),
         Gpu("a100-40", r"A100\b", 312, 40, 1.56, 1.30),
         Gpu("mi300x", r"MI300X\b", 1307, 192, 5.3, 3.00, mfu=0.30),

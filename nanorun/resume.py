@@ -14,7 +14,8 @@ from nanorun.config import Config
 from nanorun.errors import UserError
 
 _FREE = {"train.save_every", "train.save_minutes", "train.keep_checkpoints", "train.eval_every"}
-_LENGTH = {"train.steps", "epochs", "optim.warmup_steps", "optim.matrix_weight_decay"}  # or derived from it
+# The length, and what is derived from it.
+_LENGTH = {"train.steps", "train.minutes", "epochs", "optim.warmup_steps", "optim.matrix_weight_decay"}
 
 # Settings by the option of `nanorun train KIND` that sets them; most others are derived from these.
 _OPTIONS = {
@@ -23,6 +24,7 @@ _OPTIONS = {
         "model.context": "--context",
         "data": "--data",
         "tokenizer": "--tokenizer",
+        "train.minutes": "--minutes",
         "train.steps": "--steps",
         "train.batch_tokens": "--batch-tokens",
         "train.seed": "--seed",

@@ -219,7 +219,7 @@ def newest_run(kind: str) -> str | None:
 
 def loadable_runs() -> list[RunInfo]:
     """The runs whose models can be loaded, the last trained first. Reports those whose configuration is damaged."""
-    runs = [run for run in list_runs() if run.checkpoint is not None]
+    runs = [run for run in list_runs() if run.checkpoint]  # not that of step 0, which has learned nothing
     for run in runs:
         if run.config_error:
             console.say(f"skipping the run '{run.name}': {run.config_error}")

@@ -176,11 +176,11 @@ def small_world(home) -> Path:
 
 
 def test_a_run_of_many_days_needs_confirmation_before_it_starts(small_world):
-    sentence = complaint(small_world, "train", "base", "--depth", "14")
+    sentence = complaint(small_world, "train", "base", "--depth", "14", "--ratio", "10.5")
     assert re.search(r"about [\d,]+ d .*--depth \d+, about .*--yes", sentence), sentence
     assert not (small_world / "runs").exists()
     meant = subprocess.Popen(
-        [sys.executable, "-m", "nanorun", "train", "base", "--depth", "14", "--yes"],
+        [sys.executable, "-m", "nanorun", *"train base --depth 14 --ratio 10.5 --yes".split()],
         cwd=ROOT,
         env={**os.environ, "NANORUN_HOME": str(small_world)},
         stderr=subprocess.PIPE,
@@ -191,15 +191,17 @@ def test_a_run_of_many_days_needs_confirmation_before_it_starts(small_world):
     meant.communicate()
 
 
-def test_a_plan_names_its_vocabulary_and_the_one_that_training_would_use(small_world, tmp_path):
-    said = nanorun(small_world, "plan", "--gpu", "h100").stdout
-    assert "'small', which train base would use here, has 300 (--vocab 300)" in " ".join(said.split())
-    assert last_json(nanorun(small_world, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 32_768
+def test_a_plan_is_of_the_text_and_the_tokenizer_that_training_would_use(small_world, tmp_path):
+    said = nanorun(small_world, "plan", "--depth", "4", "--gpu", "h100").stdout
+    assert "of the tokenizer 'small'; the text is 'sample'" in " ".join(said.split())
+    here = last_json(nanorun(small_world, "plan", "--depth", "4", "--gpu", "h100", "--json"))
+    assert here["vocab_size"] == 300
+    assert here["eval_tokens"] < 100_000, "no more than the text that is held out"
     asked = last_json(nanorun(small_world, "plan", "--gpu", "h100", "--vocab", "500", "--json"))
     assert asked["vocab_size"] == 500
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "which train base" not in nanorun(empty, "plan", "--gpu", "h100").stdout
+    assert last_json(nanorun(empty, "plan", "--gpu", "h100", "--json"))["vocab_size"] == 32_768
 
 
 def test_own_text_is_added_tokenized_and_listed(home, corpus):

@@ -6,6 +6,7 @@ import typer
 
 from nanorun import tables
 from nanorun.cli import options as opt
+from nanorun.config import DEFAULT_RATIO, Horizon
 from nanorun.errors import UserError
 from nanorun.provenance import check_writable
 
@@ -48,7 +49,14 @@ def bench_train(
         graphs=graphs,
         recipe=opt.chosen_recipe(fp8),
     )
-    config = base.configure(depth, context=context, batch_tokens=batch_tokens, data=data, tokenizer=tokenizer)
+    config = base.configure(
+        depth,
+        horizon=Horizon(ratio=DEFAULT_RATIO),  # the batch size of a full run, however little text there is
+        context=context,
+        batch_tokens=batch_tokens,
+        data=data,
+        tokenizer=tokenizer,
+    )
     result = bench_train(config, options, steps, fresh_caches)
     opt.show(result, as_json, tables.bench_train(result), save)
 

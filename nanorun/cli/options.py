@@ -23,6 +23,21 @@ Depth = Annotated[
     int,
     typer.Option(min=1, max=200, help="Number of layers; sets width, batch size, tokens and learning rates."),
 ]
+OptionalDepth = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=200, help="Number of layers (default: from the text and --minutes, on a GPU 12)."
+    ),
+]
+OptionalContext = Annotated[
+    int | None, typer.Option(min=2, help="Context length (default: 2048, less for a small model).")
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        help="Train for about so long, a model that fits the text and the time (on a CPU the default: 10)."
+    ),
+]
 Ratio = Annotated[float | None, typer.Option(help="Train on this many tokens per parameter (default: 10.5).")]
 Tokens = Annotated[int | None, typer.Option(help="Train on this many tokens.")]
 Flops = Annotated[float | None, typer.Option(help="Train with this many FLOPs, such as 1e18.")]

@@ -34,15 +34,21 @@ def doctor(as_json: opt.Json = False) -> None:
 
 @app.command(epilog=opt.example("nanorun plan --depth 24 --gpu h100 --gpus 8"))
 def plan(
-    depth: opt.Depth = 12,
-    vocab: Annotated[int | None, typer.Option(min=2, help="Vocabulary size (default: 32768).")] = None,
-    context: opt.Context = 2048,
+    depth: opt.OptionalDepth = None,
+    vocab: Annotated[
+        int | None,
+        typer.Option(min=2, help="Vocabulary size (default: that of the tokenizer here, or 32768)."),
+    ] = None,
+    context: opt.OptionalContext = None,
+    minutes: opt.Minutes = None,
     ratio: opt.Ratio = None,
     tokens: opt.Tokens = None,
     flops: opt.Flops = None,
     steps: opt.Steps = None,
     batch_tokens: opt.BatchTokens = None,
     device_batch: opt.DeviceBatch = None,
+    data: opt.Data = None,
+    tokenizer: opt.TokenizerName = None,
     gpu: Annotated[
         str | None, typer.Option(help="A GPU's name, such as h100 (default: this machine's).")
     ] = None,
@@ -50,11 +56,21 @@ def plan(
     as_json: opt.Json = False,
 ) -> None:
     """Estimate parameters, tokens, memory, time and cost of a run before it starts."""
+    from nanorun.plan.dial import plan_here
     from nanorun.plan.display import plan_record, plan_table
-    from nanorun.plan.estimate import plan_here
 
-    horizon = Horizon(ratio, tokens, flops, steps)
-    plan = plan_here(depth, vocab, context, horizon, batch_tokens, gpu, gpus, device_batch)
+    plan = plan_here(
+        depth,
+        vocab,
+        Horizon(ratio, tokens, flops, steps, minutes),
+        data=data,
+        tokenizer=tokenizer,
+        context=context,
+        batch_tokens=batch_tokens,
+        gpu=gpu,
+        gpus=gpus,
+        device_batch=device_batch,
+    )
     opt.show(plan_record(plan), as_json, plan_table(plan))
 
 

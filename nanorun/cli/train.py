@@ -19,15 +19,18 @@ app = typer.Typer(
 
 @app.command("base", epilog=opt.example("nanorun train base --depth 12 --data mine-mine-32768"))
 def train_base(
-    depth: Annotated[int | None, typer.Option(min=1, max=200, help="Number of layers (default: 12).")] = None,
-    name: Annotated[str | None, typer.Option(help="Run name (default: base-dDEPTH).")] = None,
+    depth: opt.OptionalDepth = None,
+    name: Annotated[
+        str | None, typer.Option(help="Run name (default: base-dDEPTH, or base-DATA without --depth).")
+    ] = None,
+    minutes: opt.Minutes = None,
     ratio: opt.Ratio = None,
     tokens: opt.Tokens = None,
     flops: opt.Flops = None,
     steps: opt.Steps = None,
     batch_tokens: opt.BatchTokens = None,
     device_batch: opt.DeviceBatch = None,
-    context: Annotated[int | None, typer.Option(min=2, help="Context length (default: 2048).")] = None,
+    context: opt.OptionalContext = None,
     data: opt.Data = None,
     tokenizer: opt.TokenizerName = None,
     seed: Annotated[
@@ -58,32 +61,37 @@ def train_base(
 ) -> None:
     """Pretrain a base model. An existing run resumes from its last checkpoint."""
     from nanorun.config import Horizon
+    from nanorun.hardware import detect
+    from nanorun.plan.dial import default_horizon
     from nanorun.plan.estimate import PlanTooLong
     from nanorun.train import base
 
     recipe = opt.chosen_recipe(fp8, recompute)
-    options = base.BaseOptions(
-        name, fresh, device_batch, attention, dtype, compiled, graphs, recipe, deterministic, track
-    )
     if config_file is not None:
-        if not all(value is None for value in (depth, context, ratio, tokens, flops)):
+        if not all(value is None for value in (depth, context, minutes, ratio, tokens, flops)):
             raise UserError(
-                "--depth, --context, --ratio, --tokens and --flops derive a new configuration: give them or --config."
+                "--depth, --context, --minutes, --ratio, --tokens and --flops derive a new configuration: give them or "
+                "--config."
             )
         changes = {"steps": steps, "batch_tokens": batch_tokens}
         config = base.override(base.read_config(config_file), changes, data=data, tokenizer=tokenizer)
     else:
-        if batch_tokens is None and not fresh:
-            batch_tokens = base.batch_tokens_of(name or f"base-d{depth or 12}")
+        horizon = Horizon(ratio, tokens, flops, steps, minutes)
+        horizon = default_horizon(depth, horizon, detect().device)
+        name = name or base.default_name(depth, horizon, data)
         config = base.configure(
-            depth or 12,
-            horizon=Horizon(ratio, tokens, flops, steps),
-            context=context or 2048,
+            depth,
+            name=None if fresh else name,
+            horizon=horizon,
+            context=context,
             batch_tokens=batch_tokens,
             data=data,
             tokenizer=tokenizer,
         )
     config = base.override(config, {"seed": seed, "save_every": save_every, "eval_every": eval_every})
+    options = base.BaseOptions(
+        name, fresh, device_batch, attention, dtype, compiled, graphs, recipe, deterministic, track
+    )
     try:
         summary = base.train_base(config, replace(options, max_days=None if yes else 1.0))
     except PlanTooLong as error:

@@ -6,21 +6,16 @@ estimated separately, compiling and saving are not counted.
 """
 
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from nanorun import console
-from nanorun.config import Config, Horizon, largest_divisor, scale
-from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
+from nanorun.config import Config, largest_divisor, scale
 from nanorun.errors import UserError
 from nanorun.hardware import Gpu, named_gpu, this_gpu
 from nanorun.model.fast.recipe import DEFAULT_RECIPE, Recipe
 from nanorun.plan.memory import largest_batch, memory_gb, preferred_rows
 from nanorun.plan.speed import RESULTS, expected_mfu, measure_cpu_mfu
-from nanorun.text.store import open_tokenizer, tokenizer_names
-from nanorun.text.tokenizer import Tokenizer
 
-DEFAULT_VOCAB = 32_768
 _RECOMPUTE_SPEED = 0.75  # recomputing adds a fourth pass to three
 
 
@@ -127,33 +122,6 @@ def make_plan(
     )
 
 
-def plan_here(
-    depth: int,
-    vocab_size: int | None,
-    context: int,
-    horizon: Horizon,
-    batch_tokens: int | None,
-    gpu: str | None,
-    gpus: int,
-    device_batch: int | None,
-) -> TrainingPlan:
-    """The plan for a vocabulary of the default size, unless one is specified. It notes when `train base` would use
-    another here, since that takes the newest tokenizer."""
-    tokenizer = open_tokenizer() if vocab_size is None and tokenizer_names() else None
-    available = (
-        validation_tokens(open_dataset(), tokenizer) if tokenizer is not None and dataset_names() else None
-    )
-    source = "as specified" if vocab_size is not None else "the default size"
-    if tokenizer is not None and tokenizer.vocab_size != DEFAULT_VOCAB:
-        size = tokenizer.vocab_size
-        source += f"; '{tokenizer.name}', which train base would use here, has {size:,} (--vocab {size})"
-    config = scale(
-        depth, vocab_size or DEFAULT_VOCAB, context=context, horizon=horizon, batch_tokens=batch_tokens
-    )
-    plan = make_plan(config, gpu, gpus, device_batch, validation_tokens=available)
-    return replace(plan, vocab_from=source)
-
-
 class PlanTooLong(UserError):
     """The user may confirm the run all the same."""
 
@@ -180,7 +148,7 @@ def check_duration(plan: TrainingPlan, max_days: float) -> None:
                 break
     raise PlanTooLong(
         f"By the plan this would take about {console.seconds(plan.seconds)} on this machine ({plan.gpu.name}): choose "
-        f"less, such as {advice}, or add --yes to train it all the same."
+        f"less, such as {advice}, or --minutes 60 for a model that fits that time, or add --yes to train it anyway."
     )
 
 
@@ -188,12 +156,3 @@ def _round_down(n: float) -> int:
     """To one significant digit, such as 300000: a suggestion, not a result."""
     size = int(10 ** max(len(str(int(n))) - 1, 0))
     return max(int(n) // size * size, 1)
-
-
-def validation_tokens(dataset: Dataset, tokenizer: Tokenizer) -> int:
-    """About how many tokens of validation text a dataset has."""
-    if dataset.kind == "bin":
-        return dataset.total("tokens", "val")
-    some = "\n".join(islice(read_texts(dataset.files("val")), 100))[:100_000]
-    tokens_per_byte = len(tokenizer.encode(some)) / max(len(some.encode()), 1)
-    return max(round(dataset.total("text_bytes", "val") * tokens_per_byte), 1)

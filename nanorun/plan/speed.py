@@ -16,8 +16,9 @@ from statistics import median
 
 import torch
 
+from nanorun import hardware
 from nanorun.config import Config, ModelConfig, scale_model
-from nanorun.hardware import Gpu, find_gpu
+from nanorun.hardware import GPUS, Gpu, find_gpu
 from nanorun.model.fast.recipe import DEFAULT_RECIPE, Recipe
 from nanorun.model.gpt import build
 from nanorun.optim.groups import group_parameters
@@ -28,9 +29,10 @@ from nanorun.plan.memory import chosen_fp8
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 _FULL_SPEED_WIDTH = 768  # narrower models leave a GPU idle: MFU falls with the width (rule of thumb)
+_MEMORY_BOUND = 0.3  # of the time of a step: it waits for memory, not for tensor cores (docs/speed.md)
 _MULTI_GPU_SPEED = 0.94  # of one GPU's: the record script reaches 574k tokens/s per GPU on eight, 608k on one
 
-_PROBE_SECONDS = 0.5  # of measuring, roughly: at least two micro-batches run
+_PROBE_SECONDS = 0.7  # of measuring, roughly: at least three micro-batches run, the first unmeasured
 _PROBE_FLOPS = 4e10  # of a probed micro-batch: half a second, or a few
 _PROBE_MAX_WIDTH = 1024  # wider matmuls are no faster
 _PROBE_MAX_VOCAB = 32_768
@@ -40,18 +42,24 @@ def expected_mfu(
     model: ModelConfig, gpu: Gpu, gpus: int, results: Path, recipe: Recipe = DEFAULT_RECIPE
 ) -> tuple[float, str]:
     mfu, source = gpu.mfu, f"assumed for {gpu.name}"
-    speed = _width_factor(model.dim)
+    speed, memory = _width_factor(model.dim), 1.0
     fp8 = chosen_fp8(model, gpu, recipe)
-    measured = measured_mfu(gpu, model.depth, results, fp8) or measured_mfu(gpu, model.depth, results)
-    if measured is not None:
-        mfu, depth, source = measured
-        speed /= _width_factor(scale_model(depth, model.vocab_size, model.context).dim)
+    for card in (gpu, *([GPUS[gpu.same_chip]] if gpu.same_chip else [])):
+        measured = measured_mfu(card, model.depth, results, fp8) or measured_mfu(card, model.depth, results)
+        if measured is not None:
+            mfu, depth, source = measured
+            speed /= _width_factor(scale_model(depth, model.vocab_size, model.context).dim)
+            if card is not gpu and card.bandwidth_tb_s and gpu.bandwidth_tb_s:
+                slower = card.bandwidth_tb_s / gpu.bandwidth_tb_s
+                memory = 1 / (1 - _MEMORY_BOUND + _MEMORY_BOUND * slower)
+                source += f" with {card.name}, less for the memory of {gpu.name}"
+            break
     if speed < 1:
         source += ", less for so narrow a model"
     if gpus > 1:
         speed *= _MULTI_GPU_SPEED
         source += ", less for several GPUs"
-    return min(mfu * speed, 1.0), source
+    return min(mfu * speed * memory, 1.0), source
 
 
 def _width_factor(dim: int) -> float:
@@ -89,6 +97,7 @@ def measure_cpu_mfu(config: Config, rows: int, cpu: Gpu) -> float:
 
     The passes are timed per FLOP and the update per parameter, since the update happens once a step.
     """
+    hardware.keep_freed_memory()  # as training does: up to 1.5 times as fast
     model_config, rows = _probe_size(config.model, rows)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model_config.vocab_size, (rows, model_config.context), generator=generator)
@@ -100,7 +109,7 @@ def measure_cpu_mfu(config: Config, rows: int, cpu: Gpu) -> float:
     passes: list[float] = []
     updates: list[float] = []
     end = time.perf_counter() + _PROBE_SECONDS
-    while len(passes) < 2 or (time.perf_counter() < end and len(passes) < 20):
+    while len(passes) < 3 or (time.perf_counter() < end and len(passes) < 20):
         start = time.perf_counter()
         (model(tokens, tokens) / tokens.numel()).backward()
         between = time.perf_counter()

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from nanorun import checkpoint, hardware, runs
-from nanorun.config import Backend, Config, Dtype, largest_divisor, scale
+from nanorun.config import Backend, Config, Dtype, Horizon, largest_divisor
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
 from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
 from nanorun.data.sources import Source, open_source
-from nanorun.data.vocabulary import build_sample, tokenizer_for
+from nanorun.data.vocabulary import SAMPLE_DATA, build_sample
 from nanorun.errors import UserError, describe_json_error
 from nanorun.evals.bpb import bpb_evaluator
 from nanorun.infer.plain import generate
@@ -31,7 +31,7 @@ from nanorun.model.fast.recipe import DEFAULT_RECIPE, Recipe, resolve
 from nanorun.model.gpt import GPT, build
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
-from nanorun.plan import display, estimate, memory
+from nanorun.plan import dial, display, estimate, memory
 from nanorun.resume import training_steps
 from nanorun.runs import Run, read_metrics, write_json
 from nanorun.text.store import open_tokenizer
@@ -60,18 +60,51 @@ class BaseOptions:
     max_days: float | None = None  # a new run that the plan expects to take longer is rejected
 
 
-def configure(depth: int, *, data: str | None = None, tokenizer: str | None = None, **options: Any) -> Config:
-    """The configuration of a depth on the data that is here, with its own tokenizer unless another is named; the sample
-    world, where there is no data at all.
+def default_name(depth: int | None, horizon: Horizon, data: str | None) -> str:
+    """base-d12; base-notes where the text and the time fix the depth."""
+    if depth is not None or horizon.minutes is None:
+        return f"base-d{depth or dial.DEFAULT_DEPTH}"
+    return f"base-{open_dataset(data).name if data or dataset_names() else SAMPLE_DATA}"
 
-    `options` are those of `config.scale`.
-    """
+
+def configure(
+    depth: int | None,
+    *,
+    name: str | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    horizon: Horizon | None = None,
+    context: int | None = None,
+    batch_tokens: int | None = None,
+) -> Config:
+    """The configuration on the data that is here, with its own tokenizer unless another is named; on the sample world,
+    where there is no data at all. A run of this `name` keeps its own, but for what is given: the same command resumes
+    it, whatever the speed of the machine and the rules for new runs are by now."""
     if data is None and tokenizer is None and not dataset_names():
         say("there is no data here yet: building the sample world")
         build_sample()
-    dataset = open_dataset(data)
-    text = open_tokenizer(tokenizer) if tokenizer is not None else tokenizer_for(dataset)
-    return scale(depth, text.vocab_size, data=dataset.name, tokenizer=text.name, **options)
+    horizon = horizon or Horizon()
+    earlier = runs.trained_config(name) if name is not None else {}
+    if earlier:
+        found = Config.from_dict(earlier)
+        asked = {"steps": _steps_of(found, horizon), "minutes": horizon.minutes, "batch_tokens": batch_tokens}
+        if depth in (None, found.model.depth) and context in (None, found.model.context):
+            return override(found, asked, data=data, tokenizer=tokenizer)
+    return dial.configure_here(
+        depth, horizon, data=data, tokenizer=tokenizer, context=context, batch_tokens=batch_tokens
+    )
+
+
+def _steps_of(run: Config, horizon: Horizon) -> int | None:
+    """The length that is asked for, in steps of a run that exists; None if none is."""
+    tokens = horizon.tokens
+    if horizon.ratio is not None:
+        tokens = round(horizon.ratio * run.model.scaling_parameters)
+    elif horizon.flops is not None:
+        tokens = round(horizon.flops / run.model.flops_per_token)
+    elif horizon.minutes is not None and run.train.minutes is not None:
+        return round(run.train.steps * horizon.minutes / run.train.minutes)
+    return horizon.steps if tokens is None else max(round(tokens / run.train.batch_tokens), 1)
 
 
 def read_config(path: Path) -> Config:
@@ -83,12 +116,6 @@ def read_config(path: Path) -> Config:
         raise UserError(
             f"{path} is not JSON ({describe_json_error(error)}): use a run's config.json."
         ) from error
-
-
-def batch_tokens_of(name: str) -> int | None:
-    """Those of a run that has trained: it keeps them when it becomes longer."""
-    batch_tokens: int | None = runs.trained_config(name).get("train", {}).get("batch_tokens")
-    return batch_tokens
 
 
 def override(config: Config, train: dict[str, Any], **names: str | None) -> Config:
@@ -116,10 +143,11 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
     check_vocabulary(config, tokenizer)
     if options.track:
         require(options.track)
+    size = dial.text_size(dataset, tokenizer)
     plan = estimate.make_plan(
         config,
         device_batch=options.device_batch,
-        validation_tokens=estimate.validation_tokens(dataset, tokenizer),
+        validation_tokens=size.val_tokens,
         recipe=options.recipe or DEFAULT_RECIPE,
     )
     earlier = {} if options.fresh else runs.trained_config(name)
@@ -137,6 +165,8 @@ def train_base(config: Config, options: BaseOptions) -> dict[str, Any]:
             f"{config.train.steps:,} steps of {config.train.batch_tokens:,} tokens on {plan.gpu.name}: about "
             f"{seconds(left * plan.seconds)}{' more' if left < 1 else ''} by the plan"
         )
+        if sentence := dial.passes_sentence(config, size.train_tokens):
+            say(sentence)
         training, finished = train_within_memory(config, run, options, found, material)
         if not finished:
             raise Interrupted(run, training.step, config.train.steps)

@@ -55,9 +55,8 @@ class SFTOptions:
 
     parent: str | None = None  # a run; None: the newest base model
     mixture: str | None = None  # None: the user's own tasks alone or, without any, sft
-    tasks: Sequence[
-        str
-    ] = ()  # the user's own: conversations, or code, trusted because the command line names it
+    # The user's own: conversations, or code, trusted because the command line names it.
+    tasks: Sequence[str] = ()
     folder: Path | None = None  # of the public tasks' files
     warm: bool = True  # start with the parent's optimizer state
     context: int | None = None
@@ -145,6 +144,7 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
     train = replace(
         parent.train,
         steps=steps,
+        minutes=None,
         batch_tokens=rows * context,
         seed=sft.seed,
         packing="padded",
