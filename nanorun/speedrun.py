@@ -104,7 +104,8 @@ def run() -> dict[str, Any]:
     start = time.perf_counter()
     all_stages, records = stages(), list[dict[str, Any]]()
     missing = [stage for stage in all_stages if not stage.is_done]
-    estimated = took = 60.0  # of the stages done now; starting at a minute makes the first ratios stable
+    # Of the stages done now. The first minute is what the plan expects, so that its estimates and these agree.
+    estimated, took = 60.0, 60.0 * (_slowness() if missing else 1)
     for number, stage in enumerate(all_stages, 1):
         position = f"{number}/{len(all_stages)}"
         if stage not in missing:
@@ -129,6 +130,16 @@ def run() -> dict[str, Any]:
         exams={name: _read(home.runs_dir() / name / EXAM) for name in (SFT, RL)},
         answers=answers(QUESTIONS),
     )
+
+
+def _slowness() -> float:
+    """The time that the base stage will take here, relative to the machine that the stages were timed on."""
+    from nanorun.plan.estimate import make_plan
+
+    base = next(stage for stage in stages() if stage.name == BASE)
+    steps = budget().base_steps
+    seconds = make_plan(sample_preset(SAMPLE_VOCAB, steps=steps), validation_tokens=150_000).seconds
+    return seconds / (base.seconds * steps / Budget().base_steps)
 
 
 # -- the stages --------------------------------------------------------------------------------------
@@ -269,12 +280,11 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _next_commands() -> list[str]:
-    own = f"your own text; then {command('tok train')}, {command('train base')} --depth 4"
     uses = {
         "chat": f"talk to it, or: {command('chat')} -p '{QUESTIONS[0]}'",
         "serve": "the same in a browser, and for programs",
         "runs": "what was trained, with scores",
-        "data add FILES": own,
+        "make FOLDER": "a model of your own text; --conversations FILE teaches it to answer",
     }
     width = max(len(command(verb)) for verb in uses) + 4
     return [f"{command(verb):{width}}{use}" for verb, use in uses.items()]

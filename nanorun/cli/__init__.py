@@ -16,7 +16,7 @@ import typer
 
 from nanorun import __version__, console
 from nanorun.bytecode import keep_bytecode
-from nanorun.cli import bench, data, eval, runs, start, talk, tok, train
+from nanorun.cli import bench, data, eval, make, runs, start, talk, tok, train
 from nanorun.errors import UserError
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for ungrouped in (start, talk):
+for ungrouped in (start, make, talk):
     app.add_typer(ungrouped.app)
 for group in (train, eval, runs, bench, data, tok):
     app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
