@@ -10,8 +10,8 @@ depth. With your own text on a laptop neither holds, so here everything follows 
     the rest     batch size, learning rates and weight decay follow from the length (`config.scale_training`)
     evaluation   EVALUATIONS times, in a small share of the time
 
-The speed of a shape is measured on this machine, or estimated for a GPU (speed.py). The constants were fitted by
-experiments on two CPU cores: docs/small-text.md has the table, benchmarks/small_text.py repeats them.
+The speed of a shape is measured on this machine, or estimated for a GPU (speed.py). The constants rest on a few runs on
+two CPU cores (docs/small-text.md); benchmarks/small_text.py compares them with the best of a search.
 """
 
 from collections.abc import Callable
