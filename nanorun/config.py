@@ -30,7 +30,7 @@ DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 1
 DEFAULT_PASSES = 8  # over the training text, at most, where no length is asked for
 SHORT_RUN_TOKENS = 35_000_000  # below this, MIN_STEPS limits the batch size
 NARROW = 256  # up to this width the rules for real models were not fitted
-MIN_STEPS = 300  # a batch size that leaves fewer steps is halved, where none is asked for
+MIN_STEPS = 500  # a batch size that leaves fewer steps is halved, where none is asked for
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -385,8 +385,8 @@ def scale_training(
     by_width = (model.dim / 768) ** -0.5
     base, weight_decay = OptimConfig(), OptimConfig.matrix_weight_decay * lr_scale / data_ratio
     if steps * batch_tokens < SHORT_RUN_TOKENS:
-        # A short run can take larger steps: with its default batch, learning rates are ∝ tokens^-0.26.
-        lr_scale = min(lr_scale * (SHORT_RUN_TOKENS / (steps * batch_tokens)) ** 0.76, 1.0)
+        # A short run can take larger steps: with its default batch, learning rates are ∝ 1/√tokens.
+        lr_scale = min(lr_scale * SHORT_RUN_TOKENS / (steps * batch_tokens), 1.0)
         if model.dim <= NARROW:  # as in `sample_preset`, with more weight decay where the text repeats
             base, by_width = replace(base, mu_lr=0.5, gate_lr=0.2), 1.0
             weight_decay = 0.1 * max(steps * batch_tokens / (text_tokens or math.inf) / 2, 1.0)
