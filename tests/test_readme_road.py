@@ -65,6 +65,7 @@ def readme_blocks() -> list[list[str]]:
     return [[line.split("  #")[0].strip() for line in block.splitlines()] for block in shorter]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_readmes_own_text_section_works_word_by_word(shell):
     one_command, single_commands = readme_blocks()

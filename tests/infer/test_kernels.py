@@ -388,10 +388,10 @@ def test_the_fast_step_names_the_fields_that_it_does_not_support():
 def test_the_kernels_can_be_imported_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from nanorun.infer.kernels import language, step\n"
+        "from nanorun.infer.kernels import decode, language\n"
         "from nanorun.errors import UserError\n"
         "assert not language.HAS_TRITON\n"
-        "try:\n    step.FastDecode(None, None)\n"
+        "try:\n    decode.FastDecode(None, None)\n"
         "except UserError as error:\n    assert 'pip install triton' in str(error)\n"
         "else:\n    raise SystemExit(1)\n"
     )

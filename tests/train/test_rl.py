@@ -302,7 +302,7 @@ def test_more_steps_make_a_finished_run_longer(world, capsys):
     assert more["val_reward_before"] == done["val_reward_before"]
     records = steps_of(world, "longer")
     assert [record["step"] for record in records] == list(range(1, 8))
-    assert [record["lr"] for record in records[4:]] == pytest.approx([3 / 7, 2 / 7, 1 / 7])
+    assert [record["lr_scale"] for record in records[4:]] == pytest.approx([3 / 7, 2 / 7, 1 / 7])
 
 
 def test_a_run_whose_parent_was_renamed_resumes(world):
