@@ -406,12 +406,12 @@ def sample_preset(
 ) -> Config:
     """The CPU speedrun: a model that learns the sample world in about three minutes on two cores.
 
-    Too small for the scaling rules: four narrow heads, a short context, a small batch, unscaled learning rates and
-    higher ones for the scalars than a large model tolerates were found by trial (docs/lab-notebook.md).
+    Too small for the scaling rules: four narrow heads, a short context, a small batch and unscaled learning rates were
+    found by trial (docs/lab-notebook.md).
     """
     model = scale_model(4, vocab_size, context=256, dim=128, heads=4, kv_heads=4)
-    optim = replace(OptimConfig(), mu_lr=0.5, gate_lr=0.2, matrix_weight_decay=0.1, warmup_steps=10)
+    optim = replace(OptimConfig(), matrix_weight_decay=0.1, warmup_steps=10)
     train = TrainConfig(
-        steps=steps, batch_tokens=4096, eval_every=100, eval_tokens=150_000, save_every=50, save_minutes=1.0
+        steps=steps, batch_tokens=4096, eval_every=200, eval_tokens=150_000, save_every=50, save_minutes=1.0
     )
     return Config(model, optim, train, data, tokenizer)
