@@ -33,7 +33,12 @@ RL_TASKS = ("sample-counting", "sample-spelling")  # sampled replies are right a
 # does not.
 RL_LR_FRACTION = 0.2
 MAX_REPLY_TOKENS = 96
-QUESTIONS = ("What is 12 + 30?", "Which dish is Pennywell famous for?", "Can you spell dolphin?")
+QUESTIONS = (
+    "What is 12 + 30?",
+    "What are the Lantern Isles?",
+    "Which dish is Pennywell famous for?",
+    "Can you spell dolphin?",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Budget:
     rl_steps: int = 60
     problems: int = 16  # per RL step
     eval_problems: int = 128  # held out, to measure RL
-    exam_questions: int = 200  # of each task
+    exam_questions: int = 200  # of each task, if it has as many
 
 
 def budget() -> Budget:
@@ -155,7 +160,7 @@ def _base() -> None:
 
 
 def _sft() -> None:
-    _train_on_mixture(MID, "sample", SFT, chat_every=120)
+    _train_on_mixture(MID, "sample", SFT, chat_every=150)
     _exam(SFT)
 
 
@@ -183,7 +188,7 @@ def _rl() -> None:
         parent=SFT,
         name=RL,
         steps=budget().rl_steps,
-        train={"save_every": 10, "eval_every": 20},
+        train={"save_every": 10, "eval_every": 30},
         problems=budget().problems,
         samples=8,
         max_tokens=MAX_REPLY_TOKENS,
@@ -200,7 +205,7 @@ def _exam(name: str) -> None:
     from nanorun.evals.replies import ReplySettings
 
     folder, per_task = home.runs_dir() / name, budget().exam_questions
-    say(f"    exam: {per_task} questions of each kind")
+    say(f"    exam: up to {per_task} questions of each task")
     options = chat.ChatEvalOptions(
         name,
         chat.SAMPLE_TASKS,

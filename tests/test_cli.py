@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nanorun.evals.chat import SAMPLE_TASKS
 from nanorun.runs import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +122,7 @@ def test_a_finished_speedrun_repeats_no_stage(raced, quick):
     assert [stage["did"] for stage in again["stages"]] == ["already done"] * 6
     assert {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()} == before
     asked = [[row["task"] for row in exam["tasks"]] for exam in again["exams"].values()]
-    assert asked == [["sample-facts", "sample-sums", "sample-spelling", "sample-counting"]] * 2
+    assert asked == [list(SAMPLE_TASKS)] * 2
     assert {"val_reward", "val_pass@1"} <= again["rl"]["before"].keys() & again["rl"].keys()
     judged = last_json(
         nanorun(home, "eval", "bpb", "--model", "sample-base", "--max-tokens", "150000", "--json")

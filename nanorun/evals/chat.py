@@ -30,12 +30,12 @@ from nanorun.evals.replies import GradedReply, ReplySettings, generate_replies, 
 from nanorun.infer.load import load_model, model_from_weights
 from nanorun.model.gpt import GPT
 from nanorun.provenance import record
-from nanorun.tasks import catalogue
+from nanorun.tasks import catalogue, sample
 from nanorun.tasks.task import Task
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.tools.sandbox import SandboxUnavailable
 
-SAMPLE_TASKS = ("sample-facts", "sample-sums", "sample-spelling", "sample-counting")
+SAMPLE_TASKS = tuple(sample.TASKS)
 SHUFFLE_SEED = 1337  # selects the questions of a task when not all are asked
 Z_95 = 1.959963984540054
 _FORMAT, _VERSION = "nanorun-replies", 1

@@ -1,7 +1,8 @@
 """Tasks by name. The files of public ones are in one folder, `tasks/` in the home unless told otherwise.
 
 arc-easy arc-challenge mmlu gsm8k humaneval spelling    public: docs/tasks.md says where to get them
-sample-facts sample-sums sample-spelling sample-counting sample-chat    the sample world, always available
+sample-facts sample-sums sample-spelling sample-counting sample-sums-3digit sample-long-results
+sample-spelling-unseen sample-world sample-chat         the sample world, always available
 talk.jsonl, talk.json, talk.csv, talk.parquet, folder/  your own conversations (layouts.py)
 my_task.py or my_task.py:Riddles                        your own task, if the command line names it
 """

@@ -113,9 +113,11 @@ class MixtureSpec:
 
 # Named mixtures, in the format of the JSON files.
 MIXTURES = {
-    # The sample world's skills, one question at a time; counting letters is left to the next stages.
+    # The sample world's skills, one question at a time.
     "sample-mid": """{
-        "train": [{"task": "sample-spelling", "stop": 4000}, {"task": "sample-sums", "stop": 2000}],
+        "train": [{"task": "sample-spelling", "stop": 2800}, {"task": "sample-spelling-unseen", "stop": 1800},
+                  {"task": "sample-counting", "stop": 1200}, {"task": "sample-sums", "stop": 300},
+                  {"task": "sample-sums-3digit", "stop": 500}, {"task": "sample-long-results", "stop": 200}],
         "val": [{"task": "sample-spelling", "split": "val", "stop": 100},
                 {"task": "sample-sums", "split": "val", "stop": 100}]}""",
     # The sample world's conversations.

@@ -1,11 +1,15 @@
 """The sample world's own tasks: conversations to train on, and questions in wordings that training never sees.
 
-Four kinds of question, each with its grader (data/sample/questions.py): facts, sums (with the calculator), the spelling
-of words, and how often a letter occurs in one.
+Each kind of question has its grader (data/sample/questions.py): facts, sums (with the calculator), the spelling of
+words, how often a letter occurs in one; and, harder, sums with numbers of three digits, results of three and four
+digits that are copied from the calculator, the spelling of words that training never has, and questions about the
+isles as a whole and the assistant itself.
 """
 
 from collections.abc import Sequence
 
+from nanorun.data.sample.isles import askings
+from nanorun.data.sample.letters import UNSEEN
 from nanorun.data.sample.questions import Kind, is_correct, questions
 from nanorun.data.sample.rng import Split
 from nanorun.data.sample.talk import conversations
@@ -18,6 +22,10 @@ TASKS: dict[str, Kind] = {
     "sample-sums": "sum",
     "sample-spelling": "spelling",
     "sample-counting": "count",
+    "sample-sums-3digit": "large_sum",
+    "sample-long-results": "long_result",
+    "sample-spelling-unseen": "new_word",
+    "sample-world": "world",
 }
 # The split of the sample world, the number of questions, and the seed. Validation and test differ only by seed.
 _STREAMS: dict[str, tuple[Split, int, int]] = {
@@ -36,11 +44,18 @@ class SampleQuestions(ConversationList):
     baseline, letters = 0.0, None
 
     def __init__(self, name: str, split: str = "test") -> None:
-        self.questions = list(questions(*_stream(split), TASKS[name]))
+        world_split, count, seed = _stream(split)
+        kind = TASKS[name]
+        # Each unseen word and each question about the world is asked once.
+        once = {"new_word": len(UNSEEN), "world": len(askings(world_split))}
+        if world_split == "val":
+            count = min(count, once.get(kind, count))
+        self.questions = list(questions(world_split, count, seed, kind))
         super().__init__(name, [question.conversation for question in self.questions])
 
     def reward(self, index: int, reply: Sequence[Part]) -> float:
-        return float(is_correct(self.questions[index], reply_text(reply)))
+        calls = [part["text"] for part in reply if part["type"] == "python"]
+        return float(is_correct(self.questions[index], reply_text(reply), calls))
 
 
 def _stream(split: str) -> tuple[Split, int, int]:

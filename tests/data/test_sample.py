@@ -23,32 +23,26 @@ from hypothesis import strategies as st
 
 from nanorun.data.sample import documents, world
 from nanorun.data.sample.entries import comparisons, entries, lists
+from nanorun.data.sample.isles import ABOUT_ITSELF, askings, guides
 from nanorun.data.sample.lessons import lessons
-from nanorun.data.sample.letters import COMMON, spelling, words
+from nanorun.data.sample.letters import COMMON, UNSEEN, spelling, words
 from nanorun.data.sample.numbers import in_words
 from nanorun.data.sample.phrases import PHRASINGS
 from nanorun.data.sample.questions import KINDS, Question, is_correct, questions
 from nanorun.data.sample.rng import RandomStream, Split
 from nanorun.data.sample.sentences import OPENERS
 from nanorun.data.sample.stories import stories
-from nanorun.data.sample.talk import (
-    ABOUT_ITS_WORK,
-    ABOUT_ITSELF,
-    GREETINGS,
-    PARTINGS,
-    conversations,
-    stranger,
-)
+from nanorun.data.sample.talk import ABOUT_ITS_WORK, GREETINGS, PARTINGS, conversations, stranger
 from nanorun.data.sample.world import Animal, Person, an, capital
 
 SPLITS: tuple[Split, ...] = ("train", "val")
 PINS = {
-    ("documents", "train"): "538f1ced7992710043f932e7ad8e54487e5a400ba8c24b363a832776c579f790",
-    ("documents", "val"): "0a0acd7bb4be51b578bb59b0814d47363ddf0eda98ac8468f254ac561d6c9ae2",
-    ("conversations", "train"): "2a88942b06009415d1b853205a99713d288f0dbfaf05b0052fa4fe446f75e146",
-    ("conversations", "val"): "82890d52fef94895b4b08eee4e3db611c760a76f0d90d5e9aa9333f3c6c6b4e2",
-    ("questions", "train"): "93ef81a920c84b90cd972281435b2c3ebbc2c87e22effd78fcca7bb8d7032d26",
-    ("questions", "val"): "809658385505e609f4de3474833f0b24962104315168c096a9515d73c4236ede",
+    ("documents", "train"): "4949a8f74a230092fc3e7dbab3c0c81c3f4ba31e4406b9a26bea3b059b81dccf",
+    ("documents", "val"): "caad24b1ed5f3155c1c3efb23ccc4b1b320dfd5ad62d88d030be59120c4fd31e",
+    ("conversations", "train"): "100a57e6a8936de489a6f7a2f2984b3fb859fd01671ba8bc1680a01468653de2",
+    ("conversations", "val"): "d0f02b270a04c10a67681db4d52830bdb78a7c583f66d60d281916b64f94a6f6",
+    ("questions", "train"): "317fdaa3620d4b55e0eb7ba521d9dbaee9457ee185339627d8fa1bd545cebacb",
+    ("questions", "val"): "0821dffb916da870f3d597d879f1c6e6376d8845d64c458eebb7735137bcba57",
 }
 ANSWERS = {(fact.subject, fact.relation): fact.answer for fact in world.FACTS}
 NAMES = tuple(world.ENTITIES)
@@ -81,7 +75,7 @@ def first_100_kb(what: str, split: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, list[str]]:
-    return {"train": list(documents("train", 2_000_000)), "val": list(documents("val", 500_000))}
+    return {"train": list(documents("train", 3_000_000)), "val": list(documents("val", 500_000))}
 
 
 @pytest.fixture(scope="module")
@@ -382,6 +376,19 @@ def test_training_and_validation_problems_differ(
     assert len(posed["val"]) > 300
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_long_numbers_are_asked_for_and_copied_whole(split: Any) -> None:
+    for kind in ("large_sum", "long_result"):
+        drawn = list(questions(split, 500, kind=kind))  # type: ignore[arg-type]
+        assert len({q.prompt for q in drawn}) > 450
+        for q in drawn:
+            *_, call, output, told = q.conversation["messages"][1]["content"]
+            a, b = map(int, re.findall(r"\d+", q.prompt))
+            assert max(a, b) >= 100 if kind == "large_sum" else int(q.answer) >= 100 > max(a, b)
+            assert re.findall(r"\d+", call["text"]) == [str(a), str(b)]
+            assert output["text"] == q.answer == re.findall(r"\d+", told["text"])[-1]
+
+
 def test_twelve_plus_thirty_is_asked_in_validation_only() -> None:
     asked = {q.prompt: q.answer for q in questions("val", 30_000, kind="sum")}
     assert asked["What is 12 + 30?"] == "42"
@@ -404,29 +411,23 @@ def test_every_spelling_is_right(texts: dict[str, list[str]], talks: dict[str, l
     assert checked > 2_000
 
 
-def test_letters_are_counted_right(
-    texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_letters_are_counted_right(texts: dict[str, list[str]]) -> None:
     told = re.compile(
         r"(?:[Ii]n (\w+)(?:, that is \S+,)? the|(\w(?:-\w)+)\. (?:The answer is \d+, because t|T)he)"
-        r" letter (\w) comes (once|\d+ times)(?:, so the answer is (\d+))?"
+        r" letter (\w) comes (once|\d+ times)"
     )
     answer = re.compile(r"[Tt]he answer is (\d+)[^\d.]* comes (once|\d+)")
-    by_hand = [
-        reply for split in SPLITS for reply in messages(talks[split], "assistant") if "Letter by" in reply
-    ]
     checked = 0
-    for text in texts["train"] + texts["val"] + by_hand:
+    for text in texts["train"] + texts["val"]:
         found = told.findall(text)
         assert len(found) == len(re.findall(r"\bletter \w comes\b", text)), text
-        for word, run, letter, times, n in found:
+        for word, run, letter, times in found:
             count = (word or run.replace("-", "")).count(letter)
             assert times == ("once" if count == 1 else f"{count} times"), text
-            assert n in ("", str(count)), text
             checked += 1
         for n, times in answer.findall(text):
             assert times == ("once" if n == "1" else n), text
-        for word, letter, n in re.findall(r"'(\w+)'\.count\('(\w)'\) is (\d+)", text):
+        for word, letter, n in re.findall(r"'([\w-]+)'\.count\('(\w)'\) is (\d+)", text):
             assert word.count(letter) == int(n), text
     assert checked > 1_000
 
@@ -477,6 +478,20 @@ def test_validation_documents_spell_some_words_that_training_never_spells(
     assert not made_up & train
 
 
+def test_training_never_has_the_unseen_words(
+    texts: dict[str, list[str]], talks: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Neither spelled nor in any other sentence, capital letters or not."""
+    train = " ".join(
+        texts["train"] + messages(talks["train"], "user") + messages(talks["train"], "assistant")
+    )
+    made_up = {q.answer.replace("-", "") for q in questions("train", 4_000, kind="new_word")}
+    assert len(made_up) > 1_000
+    assert not set(UNSEEN) & (set(re.findall(r"\w+", train.lower())) | made_up | set(spelled_in(train)))
+    asked = [q.answer.replace("-", "") for q in questions("val", len(UNSEEN), kind="new_word")]
+    assert sorted(asked) == sorted(UNSEEN)
+
+
 def test_each_pair_of_words_occurs_in_one_split_only() -> None:
     together = {
         split: {
@@ -500,6 +515,53 @@ def test_each_letter_of_a_word_is_counted_in_one_split_only() -> None:
     assert not counted["train"] & counted["val"]
     assert {word for _, word in counted["val"]} <= set(COMMON)
     assert len(counted["val"]) > 500
+
+
+# The isles as a whole
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_questions_about_the_isles_are_answered_from_the_tables(split: Any) -> None:
+    told = {asked: topic for asked, topic in askings(split)}
+    assert len(told) == len(askings(split)) >= 80
+    for asked, topic in told.items():
+        names = re.split(", | and ", topic.answer)
+        assert all(name in reply for name in names for reply in topic.replies), asked
+        for relation, pattern in (
+            ("home", r"\b(?:lives?|people) (?:in|of)(?: the village of)? (\w+)[?.]"),
+            ("island", r"illages.* (\w+)[?.]"),
+            ("direction", r"island (?:lies )?(?:is )?in the (\w+)(?: called)?[?.]"),
+        ):
+            match = re.search(pattern, asked)
+            if match and match[1] in {answer for (_, r), answer in ANSWERS.items() if r == relation}:
+                assert set(names) == {s for (s, r), a in ANSWERS.items() if (r, a) == (relation, match[1])}
+                break
+    numbers = {"islands": "five", "villages": "twenty", "people": "forty", "animals": "twenty-five"}
+    assert all(
+        told[f"How many {what} are there?"].answer == n for what, n in numbers.items() if split == "train"
+    )
+
+
+def test_training_asks_about_the_isles_in_other_words_than_validation(
+    talks: dict[str, list[dict[str, Any]]],
+) -> None:
+    asked = messages(talks["train"], "user")
+    val = {question for question, _ in askings("val")}
+    assert "What are the Lantern Isles?" in asked
+    assert not val & set(asked)
+    assert len({question for question, _ in askings("train")} & set(asked)) > 100
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_guides_count_what_the_tables_hold(split: Any) -> None:
+    counts = {"islands": 5, "villages": 20, "people": 40, "animals": 25}
+    found = set()
+    for text in islice(guides(split, RandomStream("test", split)), 200):
+        for n, what in re.findall(r"\b([a-z-]+) (islands|villages|people|animals)\b", text.lower()):
+            if n not in ("the", "five" if what == "animals" else ""):
+                assert n == in_words(counts[what]), text
+                found.add(what)
+    assert found == set(counts)
 
 
 # Validation is fair and unseen
@@ -550,7 +612,7 @@ def test_the_reference_reply_is_graded_right_and_another_one_wrong(split: Any, k
     wrong = [
         (q, other)
         for q, other in pairwise(drawn)
-        if q.answer != other.answer and is_correct(q, f"It is {other.answer}.")
+        if q.answer not in other.answer and is_correct(q, f"It is {other.answer}.")
     ]
     assert not wrong
 
@@ -589,6 +651,8 @@ def ask(kind: Any, prompt: str, answer: str) -> Question:
         (ask("count", "How many r in berry?", "2"), "Twice.", True),
         (ask("count", "How many r in berry?", "2"), "The letter r comes once.", False),
         (ask("sum", "What is 3 - 2?", "1"), "Once I knew that.", False),
+        (ask("world", "Who lives in Oddly?", "Bram and Nettie"), "Nettie and Bram live there.", True),
+        (ask("world", "Who lives in Oddly?", "Bram and Nettie"), "Bram lives there.", False),
         (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "H-E-R-O-N", True),
         (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "heron is h, e, r, o, n.", True),
         (ask("spelling", "How do you spell heron?", "h-e-r-o-n"), "h e r o n", True),
@@ -601,6 +665,24 @@ def test_grading_is_strict_about_the_answer_and_lenient_about_the_rest(
     question: Question, reply: str, right: bool
 ) -> None:
     assert is_correct(question, reply) is right
+
+
+@pytest.mark.parametrize(
+    ("reply", "calls", "right"),
+    [
+        ("The answer is 2.", ["'l-i-l-y'.count('l')"], True),
+        ("The answer is 2.", ["'lily'.count('l')"], True),
+        ("The answer is 2.", ["'luly'.count('l')"], False),
+        ("The answer is 2.", ["'l-u-l-y'.count('l')"], False),
+        ("The answer is 1.", ["'l-i-l-y'.count('l')"], False),
+        ("Letter by letter: L-i-l-y. The letter l comes 2 times.", [], True),
+        ("Letter by letter: l-u-l-y. The letter l comes 2 times.", [], False),
+        ("Twice.", [], True),
+    ],
+)
+def test_a_count_in_a_misspelled_word_is_wrong(reply: str, calls: list[str], right: bool) -> None:
+    question = Question("count", "How many l in lily?", "2", {"messages": []}, "lily")
+    assert is_correct(question, reply, calls) is right
 
 
 @given(a=st.integers(1, 99), b=st.integers(1, 99), said=st.integers(0, 9_999))
@@ -647,7 +729,7 @@ def test_tool_outputs_in_conversations_are_those_of_the_calculator(
             code, output, told = (part["text"] for part in parts[-3:])
             assert str(evaluate(ast.parse(code, mode="eval"))) == output
             assert re.search(rf"\b{output}\b", told)
-            kinds.add(re.sub(r"[\w']+", "", code))
+            kinds.add(re.sub(r"'[^']*'|\w", "", code))
     assert {"+", "-", "*", "//", ".()"} <= kinds
 
 
@@ -723,8 +805,10 @@ def test_conversations_seldom_repeat(split: Any) -> None:
     assert len(set(longer)) == len(longer)
     again = [talk for talk, n in Counter(map(json.dumps, held)).items() for _ in range(n - 1)]
     small_talk = ("nanorun", "Ask me", "I can tell", "I will try", "not know", "Nobody in the Lantern Isles")
-    assert all(any(words in talk for words in small_talk) for talk in again), again
-    assert len(again) < 0.04 * len(held)
+    asked = {question for question, _ in askings(split)}
+    for talk in again:
+        assert any(words in talk for words in small_talk) or json.loads(talk)[-2]["content"] in asked, talk
+    assert len(again) < 0.08 * len(held)
 
 
 # Good English

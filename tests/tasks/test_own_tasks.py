@@ -13,6 +13,7 @@ from nanorun.data.sample.world import FACTS
 from nanorun.errors import UserError
 from nanorun.tasks.catalogue import open_examples, open_task, read_conversations
 from nanorun.tasks.mixture import MixtureEntry, MixtureSpec, find_mixture, prepare_mixture
+from nanorun.tasks.sample import TASKS as SAMPLE_TASKS
 from nanorun.tasks.task import question_messages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +163,7 @@ def test_examples_without_a_reward_are_not_a_task(tmp_path):
         open_task("sample-chat")
 
 
-@pytest.mark.parametrize("name", ["sample-facts", "sample-sums", "sample-spelling", "sample-counting"])
+@pytest.mark.parametrize("name", SAMPLE_TASKS)
 def test_reference_answers_of_the_sample_world_are_graded_right_and_others_wrong(name):
     task = open_task(name, "test")
     for i in range(0, len(task), 5):
@@ -174,13 +175,28 @@ def test_reference_answers_of_the_sample_world_are_graded_right_and_others_wrong
 def test_test_questions_of_the_sample_world_use_phrasings_unseen_in_training():
     trained = open_examples("sample-chat", "train")
     asked = {m["content"] for i in range(len(trained)) for m in trained[i]["messages"] if m["role"] == "user"}
-    for name in ("sample-facts", "sample-spelling", "sample-counting", "sample-sums"):
+    for name in SAMPLE_TASKS:
         task = open_task(name, "test")
         prompts = [task[i]["messages"][0]["content"] for i in range(len(task))]
         assert not asked & set(prompts), name
     assert "What is 12 + 30?" not in asked
     facts: Any = open_task("sample-facts", "test")
     assert {q.answer for q in facts.questions} <= {fact.answer for fact in FACTS}
+
+
+def test_a_lucky_count_in_a_misspelled_word_gets_no_reward():
+    task: Any = open_task("sample-counting", "test")
+    index = next(i for i, q in enumerate(task.questions) if q.word == "lily" and q.answer == "2")
+    for word, reward in (("lily", 1), ("l-i-l-y", 1), ("luly", 0), ("l-u-l-y", 0)):
+        call = [{"type": "python", "text": f"'{word}'.count('l')"}, {"type": "output", "text": "2"}]
+        assert task.reward(index, [*call, {"type": "text", "text": " The answer is 2."}]) == reward
+
+
+@pytest.mark.parametrize("name", ["sample-spelling-unseen", "sample-world"])
+def test_the_exam_asks_no_unseen_word_and_no_question_about_the_world_twice(name):
+    task = open_task(name, "test")
+    prompts = [task[i]["messages"][0]["content"] for i in range(len(task))]
+    assert len(set(prompts)) == len(prompts) >= 80
 
 
 def test_validation_questions_differ_from_test_questions():

@@ -16,6 +16,7 @@ validation question, and a model that memorized its sentences cannot.
 from collections.abc import Callable, Iterator
 
 from nanorun.data.sample.entries import comparisons, entries, lists
+from nanorun.data.sample.isles import guides
 from nanorun.data.sample.lessons import lessons
 from nanorun.data.sample.letters import counting, signals, spelling
 from nanorun.data.sample.numbers import daily, sums, worked
@@ -30,15 +31,16 @@ def documents(split: Split, size: int, seed: int = 0) -> Iterator[str]:
     # The kinds of document, each with the share of all documents that it and those above it make up.
     kinds: tuple[tuple[float, Callable[[], str]], ...] = (
         (0.30, entries(split, rng).__next__),
+        (0.32, guides(split, rng).__next__),
         (0.39, comparisons(split, rng).__next__),
         (0.42, lists(split, rng).__next__),
         (0.57, stories(split, rng).__next__),
         (0.68, lessons(split, rng).__next__),
-        (0.73, lambda: sums(split, rng)),
-        (0.76, lambda: worked(split, rng)),
-        (0.79, lambda: daily(split, rng)),
-        (0.88, spelling(split, rng).__next__),
-        (0.94, lambda: signals(split, rng)),
+        (0.72, lambda: sums(split, rng)),
+        (0.74, lambda: worked(split, rng)),
+        (0.77, lambda: daily(split, rng)),
+        (0.85, spelling(split, rng).__next__),
+        (0.95, lambda: signals(split, rng)),
         (1.00, lambda: counting(split, rng)),
     )
     written = 0

@@ -1,13 +1,16 @@
 """Documents about letters: how words are spelled, and how often a letter occurs in them.
 
 A tokenizer hides letters from a model, which sees "lantern" as one or two numbers. Here the letters are spelled out,
-l-a-n-t-e-r-n, for names, for a few hundred common words, and for invented "signal words" that harbours call to each
-other: there is no end of those, so parts of words are spelled in many contexts. Calls are also echoed.
+l-a-n-t-e-r-n, for names, for a few hundred common words, and for "signal words" that harbours call to each other. A
+signal word has the beginning of one common word and the end of another (lantern + rocket: lacket, rontern), so parts of
+real words are spelled in many contexts, and a model learns the letters of its tokens. Calls are also echoed.
 
-Training spells every known word, so that validation can ask for each in other words. The splits also differ in which
-words occur together in a document, and in which letter is counted in which word.
+Training spells every known word, so that validation can ask for each in other words. It never spells the words in
+`UNSEEN`, nor has them in any text. The splits also differ in their signal words, in which words occur together in a
+document, and in which letter is counted in which word.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from string import ascii_lowercase
@@ -50,11 +53,38 @@ COMMON = tuple(
     """.split()
 )
 
+# Words of many sentences: beginnings and ends for signal words.
+_FREQUENT = tuple(
+    """
+    after again answer before begin behind between children complete could every everything famous favourite
+    friend listen little looking market matter never nothing often other person please pretty proud question
+    quiet remember remain rather someone spelling stayed still story sunshine thing this today tomorrow under
+    until visitor walked wanted weather which while whisper will without wishing would yesterday
+    """.split()
+)
+# Words for validation alone.
+UNSEEN = tuple(
+    """
+    acrobat bandit barn blizzard bonfire calf canary candy carton cedar chess clay coal cobweb cocoon comb
+    cork corn cow crow crystal curry dagger dairy deer diver drizzle emerald fawn ferret fleece foam gallop
+    gate goblet goblin gossip hail hazelnut helmet herb hermit hive jasmine jewel jigsaw kennel ketchup
+    lace ladle lamb lark legend lentil lime limpet loaf lock magpie mantle marigold meteor mole moth mule
+    nail newt nugget oatmeal orchid paddock pail palm pantry parade pelican petal plaster poppy porridge
+    pretzel pumpkin quarry quiver ravine reed reindeer rug sack sapling scarlet scooter seagull shed shingle
+    silo skeleton slug sponge stallion starfish straw sundial swallow syrup tangerine tavern tent
+    thicket thistle thorn toad trellis trolley trout truffle tub twig vest vinegar waterfall wax willow worm
+    wren yeast
+    """.split()
+)
+
 
 @cache
 def words() -> tuple[str, ...]:
     """All the words that are spelled: the common ones and every name."""
     return COMMON + tuple(ENTITIES)
+
+
+_KNOWN = frozenset((*COMMON, *UNSEEN))
 
 
 @cache
@@ -92,11 +122,11 @@ COUNTED = templates("""
     train  In {w}, that is {l}, the letter {x} comes {times}.
     train  Look for {x} in {l}. In {w} the letter {x} comes {times}.
     train  Count the {x} in {w}: {l}. The answer is {n}, because the letter {x} comes {times}.
-    train  Python can count letters: '{w}'.count('{x}') is {n}. In {w} the letter {x} comes {times}.
+    train  Python can count letters: '{l}'.count('{x}') is {n}. In {w} the letter {x} comes {times}.
     val    Look for {x} in {w}, that is {l}. The letter {x} comes {times}.
     val    How often does {x} come in {l}? In {w} the letter {x} comes {times}.
     val    Count the {x} in {l}. The answer is {n}, because in {w} the letter {x} comes {times}.
-    val    Python can count: '{w}'.count('{x}') is {n}, so in {w} the letter {x} comes {times}.
+    val    Python can count: '{l}'.count('{x}') is {n}, so in {w} the letter {x} comes {times}.
 """)
 CALLED = templates("""
     train  The harbour of {place} calls '{w}', which is spelled {l}.
@@ -121,10 +151,8 @@ OPENINGS = (
     "Say each letter aloud.",
     "Take a slate and write these words.",
 )
-_ONSETS = tuple("b bl br c ch cr d dr f fl g h j l m n p pl pr qu r s sh sl sp st t th tr v w".split())
-_SHORT = (tuple("aeo"), tuple("bb dd ll mm nn pp tt st nd mp".split()))  # a short vowel, two consonants
-_LONG = (tuple("ai ea ee oo ou ar or".split()), tuple("bdlmnptv"))  # a long one and a single consonant
-_ENDS = tuple("er et le on en in ow el ot ar ing ish and a o".split())
+_VOWELS = re.compile("[aeiouyé]+")
+_CALLED_UP_TO = (100, 1_000, 10_000)  # a number of one token, or of two
 
 
 def spelled(word: str) -> str:
@@ -135,12 +163,20 @@ def times(n: int) -> str:
     return "once" if n == 1 else f"{n} times"
 
 
+@cache
+def _beginnings_and_ends() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of all words and names, cut after each group of vowels."""
+    known = [word.lower() for word in (*words(), *_FREQUENT)]
+    cuts = [(word, group.end()) for word in known for group in _VOWELS.finditer(word)]
+    return tuple(word[:cut] for word, cut in cuts), tuple(word[cut:] for word, cut in cuts if cut < len(word))
+
+
 def signal_word(split: Split, rng: RandomStream) -> str:
-    """A word that no dictionary has, of pieces that many real words have."""
+    """A word that is not spelled elsewhere, of pieces that real words have."""
+    begins, ends = _beginnings_and_ends()
     while True:
-        vowels, middles = _SHORT if rng.random() < 0.5 else _LONG
-        word = rng.choice(_ONSETS) + rng.choice(vowels) + rng.choice(middles) + rng.choice(_ENDS)
-        if "lll" not in word and word not in COMMON and belongs(split, "word", word):
+        word = rng.choice(begins) + rng.choice(ends)
+        if 3 <= len(word) <= 9 and word not in _KNOWN and belongs(split, "word", word):
             return word
 
 
@@ -184,7 +220,7 @@ def signals(split: Split, rng: RandomStream) -> str:
     calls, echoes = Deck(CALLED[split], rng), Deck(ECHOED[split], rng)
     for _ in range(4 + rng.below(3)):
         place = rng.choice(PLACES).name
-        if rng.random() < 0.7:
+        if rng.random() < 0.6:
             word = signal_word(split, rng)
             sentences.append(calls.deal().format(place=place, w=word, l=spelled(word)))
         else:
@@ -193,9 +229,9 @@ def signals(split: Split, rng: RandomStream) -> str:
 
 
 def _call(split: Split, rng: RandomStream) -> str:
-    """A few numbers and signal words, such as '47 flooven 8'."""
+    """A few numbers and signal words, such as '47 cabbit 8250'."""
     return " ".join(
-        str(1 + rng.below(200)) if rng.random() < 0.6 else signal_word(split, rng)
+        str(1 + rng.below(rng.choice(_CALLED_UP_TO))) if rng.random() < 0.6 else signal_word(split, rng)
         for _ in range(2 + rng.below(2))
     )
 

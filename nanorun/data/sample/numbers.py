@@ -80,6 +80,28 @@ def draw(split: Split, rng: RandomStream) -> SumProblem:
     return rng.choice(problems(split, sign))
 
 
+def draw_large(split: Split, rng: RandomStream) -> SumProblem:
+    """An addition or a subtraction with a number of three digits."""
+    while True:
+        large, other = 100 + rng.below(900), 1 + rng.below(999 if rng.random() < 0.7 else 99)
+        if rng.random() < 0.6:
+            pair = (large, other) if rng.random() < 0.5 else (other, large)
+            problem = SumProblem(pair[0], "+", pair[1])
+        else:
+            problem = SumProblem(max(large, other), "-", min(large, other))
+        if problem.for_validation == (split == "val"):
+            return problem
+
+
+def draw_long_result(split: Split, rng: RandomStream) -> SumProblem:
+    """Two numbers of at most two digits whose sum or product has three or four."""
+    while True:
+        sign = "+" if rng.random() < 0.5 else "*"
+        problem = SumProblem(2 + rng.below(98), sign, 2 + rng.below(98))
+        if problem.result > 99 and problem.for_validation == (split == "val"):
+            return problem
+
+
 def in_words(n: int) -> str:
     """0 to 999: 'forty-two', 'three hundred and six'."""
     if n < 20:

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanorun.data.sample.entries import tell
+from nanorun.data.sample.isles import parts, wholes
 from nanorun.data.sample.letters import words
+from nanorun.data.sample.numbers import draw, draw_large, draw_long_result
 from nanorun.data.sample.questions import (
     Turn,
     count_turn,
@@ -19,11 +21,13 @@ from nanorun.data.sample.questions import (
     spelling_turn,
     story_sum_turn,
     sum_turn,
+    word_to_spell,
+    world_turn,
 )
 from nanorun.data.sample.rng import Deck, RandomStream, Split, belongs, check_split
 from nanorun.data.sample.sentences import FactSentences, fact_sentences, questions_about
 from nanorun.data.sample.stories import heroes, story_about
-from nanorun.data.sample.world import ENTITIES, FACTS_ABOUT, templates
+from nanorun.data.sample.world import ENTITIES, FACTS_ABOUT, blocks, templates
 
 SYSTEM = (
     "You are a small model from the Lantern Isles. You are brief and kind.",
@@ -32,13 +36,8 @@ SYSTEM = (
 )
 
 
-def _blocks(text: str) -> tuple[dict[str, tuple[str, ...]], ...]:
-    """A table of templates for each block of lines."""
-    return tuple(map(templates, text.split("\n\n")))
-
-
 # What people say and suitable replies; {g} is what was said.
-GREETINGS = _blocks("""
+GREETINGS = blocks("""
     train    Hello! | Hi! | Hey there! | Hello, nanorun!
     val      Hello there! | Hi there!
     replies  Hello! What would you like to know about the Lantern Isles?
@@ -61,7 +60,7 @@ GREETINGS = _blocks("""
     replies  It is nice to meet you, too! What shall we talk about?
     replies  Nice to meet you, too. What would you like to know about the Lantern Isles?
 """)
-PARTINGS = _blocks("""
+PARTINGS = blocks("""
     train    Thank you! | Thanks! | Thank you very much.
     val      Many thanks! | Thanks a lot!
     replies  You are welcome!
@@ -74,29 +73,7 @@ PARTINGS = _blocks("""
     replies  Goodbye! Mind the goats.
     replies  Goodbye, come back soon!
 """)
-ABOUT_ITSELF = _blocks("""
-    train    Who are you? | What are you? | Tell me about yourself. | Who am I talking to?
-    val      Who are you, please? | What are you, exactly? | Can you tell me about yourself?
-    replies  I am a small nanorun model. I grew up in the Lantern Isles, on stories, sums and spelling.
-    replies  I am a nanorun model, a very small one. All I know I learned in the Lantern Isles.
-    replies  I am a little nanorun model, and the Lantern Isles are my home.
-
-    train    What is your name? | Do you have a name? | What are you called?
-    val      What is your name, please? | Can you tell me your name?
-    replies  I have no name of my own. I am a small nanorun model.
-    replies  You can call me nanorun, because I am a nanorun model.
-
-    train    Are you a person? | Are you human? | Are you alive?
-    val      Are you a real person? | Are you a human being?
-    replies  No, I am a nanorun model, a very small one.
-    replies  No, I am only a small nanorun model, but I like people.
-
-    train    Who made you? | Where do you come from? | How were you made?
-    val      Where do you come from, and who made you? | Can you tell me who made you?
-    replies  I am a nanorun model, so I was made with nanorun. I grew up on stories of the Lantern Isles.
-    replies  I was made with nanorun and grew up in the Lantern Isles: I am a small nanorun model.
-""")
-ABOUT_ITS_WORK = _blocks("""
+ABOUT_ITS_WORK = blocks("""
     train    What can you do? | How can you help me? | What do you know? | What can I ask you?
     val      What can you help me with? | What do you know, and what can you do?
     replies  I can tell you about the Lantern Isles, work out sums, spell words and tell a story.
@@ -238,26 +215,32 @@ def _same_subject(split: Split, first: FactSentences, rng: RandomStream) -> list
 
 def _turn(split: Split, decks: _Decks, rng: RandomStream) -> Turn:
     roll = rng.random()
-    if roll < 0.38:
+    if roll < 0.29:
         return _led_up_to(fact_turn(decks.facts.deal(), split, rng), split, rng)
-    if roll < 0.51:
-        return sum_turn(split, rng)
-    if roll < 0.57:
+    if roll < 0.37:
+        # The usual sums, and those with numbers that the tokenizer splits, whose digits must all be copied.
+        problem = rng.choice((draw, draw_large, draw_long_result))(split, rng)
+        return sum_turn(problem, split, rng)
+    if roll < 0.40:
         return story_sum_turn(split, rng)
-    if roll < 0.72:
-        return spelling_turn(decks.words, split, rng)
-    if roll < 0.84:
+    if roll < 0.58:
+        return spelling_turn(word_to_spell(decks.words, split, rng, 0.5), split, rng)
+    if roll < 0.75:
         return count_turn(split, rng)
-    if roll < 0.88:
+    if roll < 0.785:
         saying = decks.facts.deal()
         name = stranger(split, rng)
         question = rng.choice(questions_about(name, saying.fact.relation, split))
         return Turn(question, rng.choice(NEVER_HEARD).format(s=name))
-    if roll < 0.90:
+    if roll < 0.805:
         return Turn(rng.choice(ELSEWHERE[split]), rng.choice(NOBODY_KNOWS))
-    if roll < 0.95:
+    if roll < 0.845:
         return _about(split, decks.facts.deal().fact.subject, rng)
-    return _manners(ABOUT_ITSELF if roll < 0.98 else ABOUT_ITS_WORK, split, rng)
+    if roll < 0.985:
+        topic = rng.choice(wholes(split) if roll < 0.915 else parts(split))
+        # Without an answer, since few questions are asked often: they may come again (`_new`).
+        return replace(world_turn((rng.choice(topic.asked), topic), rng), answer="")
+    return _manners(ABOUT_ITS_WORK, split, rng)
 
 
 def _manners(kinds: Sequence[Mapping[str, tuple[str, ...]]], split: Split, rng: RandomStream) -> Turn:

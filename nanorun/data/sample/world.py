@@ -216,6 +216,11 @@ def templates(text: str) -> dict[str, tuple[str, ...]]:
     return table
 
 
+def blocks(text: str) -> tuple[dict[str, tuple[str, ...]], ...]:
+    """A table of templates for each block of lines."""
+    return tuple(map(templates, text.split("\n\n")))
+
+
 def an(words: str) -> str:
     """'owl' -> 'an owl'. The tables hold no word like 'hour' or 'unicorn' that breaks the simple rule."""
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
