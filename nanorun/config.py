@@ -387,8 +387,8 @@ def scale_training(
     if steps * batch_tokens < SHORT_RUN_TOKENS:
         # A short run can take larger steps: with its default batch, learning rates are ∝ 1/√tokens.
         lr_scale = min(lr_scale * SHORT_RUN_TOKENS / (steps * batch_tokens), 1.0)
-        if model.dim <= NARROW:  # as in `sample_preset`, with more weight decay where the text repeats
-            base, by_width = replace(base, mu_lr=0.5, gate_lr=0.2), 1.0
+        if model.dim <= NARROW:  # as `sample_preset`, with more weight decay where the text repeats
+            by_width = 1.0
             weight_decay = 0.1 * max(steps * batch_tokens / (text_tokens or math.inf) / 2, 1.0)
     lrs = {name: lr * lr_scale * by_width for name, lr in base.learning_rates().items()}
     optim = replace(

@@ -158,7 +158,9 @@ def test_a_finished_run_becomes_longer_by_the_schedule_of_the_new_length(world, 
     assert (summary["steps"], summary["tokens"]) == (12, 12 * 512)
     records = [r for r in read_metrics(world / "runs" / "longer") if r["kind"] == "step"]
     assert [r["step"] for r in records] == list(range(1, 13))
-    assert [r["lr_scale"] for r in records[6:]] == [schedules.lr_scale(s, 12, tiny().optim) for s in range(6, 12)]
+    assert [r["lr_scale"] for r in records[6:]] == [
+        schedules.lr_scale(s, 12, tiny().optim) for s in range(6, 12)
+    ]
     before = (world / "runs" / "longer" / "metrics.jsonl").read_bytes()
     assert train_base(tiny(12), BaseOptions(name="longer", samples=1)) == summary
     assert (world / "runs" / "longer" / "metrics.jsonl").read_bytes() == before
