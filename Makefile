@@ -28,7 +28,7 @@ GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/inst
 GPU_TESTS := $(LONG) $(filter-out $(LONG),$(wildcard tests/gpu/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help speedrun check test test-slow test-all test-gpu lint format clean
+.PHONY: help speedrun check check-tests test test-slow test-all test-gpu lint format clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -36,7 +36,10 @@ help:
 speedrun: $(VENV)/installed
 	$(BIN)/nanorun speedrun
 
-check: lint
+check: $(VENV)/installed-dev
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-tests lint
+
+check-tests:
 	$(PYTEST) -q $(CHECK)
 
 test: lint
