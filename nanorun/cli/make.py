@@ -50,7 +50,7 @@ def make(
     for path in [*paths, *([conversations] if conversations else [])]:
         if not path.exists():
             raise UserError(f"There is no {path}: name files or folders that exist.")
-    name = home.check_name(name or default_name(paths), "dataset")
+    name = home.check_name(name or default_name(paths)[:56], "dataset")  # base-NAME is a name as well
     base, chat = f"base-{name}", f"sft-{name}"
     replace, over = (["--replace"] if fresh else []), (["--fresh"] if fresh else [])
     base_minutes = minutes * (BASE_SHARE if conversations else 1)
@@ -112,4 +112,5 @@ def _questions(model: str, conversations: Path | None) -> list[str]:
         return [sample["prompt"] for sample in samples[:QUESTIONS]]
     examples = open_examples(str(conversations))
     first = (examples[index] for index in range(min(QUESTIONS, len(examples))))
-    return [next(m["content"] for m in each["messages"] if m["role"] == "user") for each in first]
+    asked = (next(m["content"] for m in each["messages"] if m["role"] == "user") for each in first)
+    return [content for content in asked if isinstance(content, str)]
