@@ -169,9 +169,9 @@ def test_own_conversations_are_the_mixture_unless_another_is_named(tmp_path, mon
     used, train, val = prepare_mixture(choose_mixture(None, ["me.jsonl"]), trusted=["me.jsonl"])
     assert ([entry.task for entry in used.train], len(train), len(val)) == ([path], 90, 10)
     assert choose_mixture("me.jsonl", []) == choose_mixture(None, ["me.jsonl"]) == used
-    both, train, _ = prepare_mixture(choose_mixture("sample-mid", ["me.jsonl"]), trusted=["me.jsonl"])
-    assert [entry.label for entry in both.train] == ["sample-spelling", "sample-sums", "me.jsonl"]
-    assert len(train) == 6000 + 100, "the mixture has its own validation examples"
+    both, train, _ = prepare_mixture(choose_mixture("sample", ["me.jsonl"]), trusted=["me.jsonl"])
+    assert [entry.label for entry in both.train] == ["sample-chat", "me.jsonl"]
+    assert len(train) == 10_000 + 100, "the mixture has its own validation examples"
     assert choose_mixture(None, []).name == "sft"
 
 
