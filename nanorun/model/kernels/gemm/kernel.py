@@ -120,9 +120,9 @@ def _empty(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def gemm_fp8(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, pingpong: bool
 ) -> Tensor:
-    """(a·bᵀ)·a_scale·b_scale, (M, N) in `dtype`, of (M, K) and (N, K) in FP8: by quack (bf16 only) or by cuBLAS."""
+    """(a·bᵀ)·a_scale·b_scale, (M, N) in `dtype`, of (M, K) and (N, K) in FP8: by quack, in bf16 whatever `dtype` is,
+    or by cuBLAS."""
     if pingpong:
-        assert dtype == torch.bfloat16
         return gemm_fp8_pingpong(a, b, a_scale, b_scale)
     return fp8.scaled_mm(a, b, a_scale, b_scale, dtype, fp8.FAST_ACCUM)
 
