@@ -83,9 +83,9 @@ def measure_rates() -> dict[str, Any]:
     dz, dzt = (torch.empty(*shape, device="cuda", dtype=fp8.E5M2) for shape in ((rows, vocab), (vocab, rows)))
     narrow, wide, whole = tokens * width, 4 * tokens * width, rows * vocab
     qkv, angle, heads = random(tokens, 3 * width), random(2048, 64), width // 128
-    turned = (qkv, angle, angle)
+    rotary_args = (qkv, angle, angle)
     nothing = (None, None, None, heads, heads, 1.2)
-    inverses, steepest = rope_norm.rope_norm_inplace(*turned, *nothing)
+    inv_rms, max_inv_rms = rope_norm.rope_norm_inplace(*rotary_args, *nothing)
     gradients = [random(tokens, heads, 128) for _ in "qkv"]
     table, picked = torch.zeros(vocab, width, device="cuda"), torch.randint(vocab, (tokens,), device="cuda")
     common = (picked.float() / vocab).pow(4).mul(vocab - 1).int()  # some tokens are frequent, as in text
@@ -111,7 +111,7 @@ def measure_rates() -> dict[str, Any]:
         ("relu2_quantize", 4 * wide, lambda: relu2.quantize(u, longest, width)),
         ("relu2_backward", 5 * wide, lambda: relu2.backward(u, ht, unit, parts, longest)),
         (
-            "the same, h turned as well",
+            "the same, h transposed as well",
             6 * wide,
             lambda: relu2.backward_with_transpose(u, h8, unit, parts, longest),
         ),
@@ -129,24 +129,24 @@ def measure_rates() -> dict[str, Any]:
         (
             "rope_norm forward",
             8 * narrow,
-            lambda: rope_norm.kernel.rope_norm_forward(*turned, heads, heads, 1.2),
+            lambda: rope_norm.kernel.rope_norm_forward(*rotary_args, heads, heads, 1.2),
         ),
-        ("the same in place", 8 * narrow, lambda: rope_norm.rope_norm_inplace(*turned, *nothing)),
+        ("the same in place", 8 * narrow, lambda: rope_norm.rope_norm_inplace(*rotary_args, *nothing)),
         (
             "the same, values added",
             16 * narrow,
-            lambda: rope_norm.rope_norm_inplace(*turned, gate, table, common, heads, heads, 1.2),
+            lambda: rope_norm.rope_norm_inplace(*rotary_args, gate, table, common, heads, heads, 1.2),
         ),
         (
             "rope_norm backward",
             16 * narrow,
-            lambda: rope_norm.kernel.rope_norm_backward(*turned, *gradients, heads, heads, 1.2),
+            lambda: rope_norm.kernel.rope_norm_backward(*rotary_args, *gradients, heads, heads, 1.2),
         ),
         (
             "rope_norm backward_fp8",
             (16 + 6 / fp8.kernel.amax_stride(tokens)) * narrow,
             lambda: rope_norm.backward_fp8(
-                qkv, inverses, angle, angle, *gradients, steepest, heads, heads, 1.2
+                qkv, inv_rms, angle, angle, *gradients, max_inv_rms, heads, heads, 1.2
             ),
         ),
         ("add_rows", 10 * narrow, lambda: embedding_grad.accumulate(table, picked, x)),

@@ -49,7 +49,7 @@ _OPTIONS = {
             for name in "problems samples max_tokens temperature clip kl inner_updates normalize_std "
             "eval_problems".split()
         },
-        "optim": "--rate-share",
+        "optim": "--lr-fraction",
     },
 }
 

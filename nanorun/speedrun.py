@@ -110,7 +110,7 @@ def run() -> dict[str, Any]:
     all_stages, records = stages(), list[dict[str, Any]]()
     missing = [stage for stage in all_stages if not stage.is_done]
     # Of the stages done now. The first minute is what the plan expects, so that its estimates and these agree.
-    estimated, took = 60.0, 60.0 * (_slowness() if missing else 1)
+    estimated, took = 60.0, 60.0 * (_relative_time() if missing else 1)
     for number, stage in enumerate(all_stages, 1):
         position = f"{number}/{len(all_stages)}"
         if stage not in missing:
@@ -137,7 +137,7 @@ def run() -> dict[str, Any]:
     )
 
 
-def _slowness() -> float:
+def _relative_time() -> float:
     """The time that the base stage will take here, relative to the machine that the stages were timed on."""
     from nanorun.plan.estimate import make_plan
 

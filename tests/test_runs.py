@@ -133,7 +133,7 @@ def test_a_run_may_become_longer_and_save_more_often_but_not_shorter(home, capsy
         ("sft", {"epochs": 1}, "(--epochs was 2 and is now 1)"),
         ("sft", {"mixture": {"name": "x", "fingerprint": "f"}}, '(--mixture (mixture.name) was "sft" and is'),
         ("rl", {"rl": {"parent": "mine", "max_tokens": 8}}, "(--max-tokens was 4 and is now 8)"),
-        ("rl", {"optim": {"head_lr": 2, "mu_lr": 2}}, "(--rate-share (optim.head_lr) was 1 and is now 2)"),
+        ("rl", {"optim": {"head_lr": 2, "mu_lr": 2}}, "(--lr-fraction (optim.head_lr) was 1 and is now 2)"),
     ],
 )
 def test_a_rejection_names_only_options_of_the_verb(home, kind, change, words):

@@ -136,12 +136,12 @@ def timed_first_step(training: loop.Training, start: float) -> tuple[loop.Step, 
     times = [start, time.perf_counter()]
     on_micro_batch = training.on_micro_batch
 
-    def timed_pulse(tokens: float) -> None:
+    def timed_micro_batch(tokens: float) -> None:
         times.append(time.perf_counter())
         on_micro_batch(tokens)
 
     # After each micro-batch: the first compiles, and the host waits for that.
-    training.on_micro_batch = timed_pulse
+    training.on_micro_batch = timed_micro_batch
     step = loop.train_step(training)
     training.on_micro_batch = on_micro_batch
     times.append(time.perf_counter())

@@ -1,6 +1,5 @@
 """`nanorun make`: from your own text, and conversations, to a model to talk to. It runs the commands that it prints."""
 
-import json
 import shlex
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from nanorun import home
 from nanorun.cli import options as opt
 from nanorun.console import command, say
 from nanorun.errors import UserError
+from nanorun.runs import read_summary
 
 app = typer.Typer()
 
@@ -78,9 +78,7 @@ def make(
         arguments = ["chat", "--model", model, "-p", question]
         say(command(shlex.join(arguments)))
         answers.append({"question": question, "answer": _run(nanorun, arguments, as_json)})
-    summaries = {
-        run: json.loads((home.runs_dir() / run / "summary.json").read_text()) for run in {base, model}
-    }
+    summaries = {run: read_summary(home.runs_dir() / run) for run in {base, model}}
     result = {
         "what": "make",
         "model": model,
@@ -108,7 +106,7 @@ def _questions(model: str, conversations: Path | None) -> list[str]:
     from nanorun.tasks.catalogue import open_examples
 
     if conversations is None:
-        samples = json.loads((home.runs_dir() / model / "summary.json").read_text())["samples"]
+        samples = read_summary(home.runs_dir() / model).get("samples", [])
         return [sample["prompt"] for sample in samples[:QUESTIONS]]
     examples = open_examples(str(conversations))
     first = (examples[index] for index in range(min(QUESTIONS, len(examples))))

@@ -207,7 +207,10 @@ def train_rl(
     normalize_std: Annotated[
         bool, typer.Option("--normalize-std", help="Divide advantages by their standard deviation.")
     ] = False,
-    rate_share: Annotated[float, typer.Option(help="Fraction of the parent's learning rates.")] = 0.05,
+    lr_fraction: Annotated[
+        float,
+        typer.Option("--lr-fraction", "--rate-share", help="Fraction of the parent's learning rates."),
+    ] = 0.05,
     eval_problems: Annotated[int, typer.Option(min=1, help="Held-out problems to evaluate on.")] = 64,
     device_batch: Annotated[int | None, typer.Option(min=1, help="Rollouts per micro-batch.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of problem order and sampling.")] = 0,
@@ -236,7 +239,7 @@ def train_rl(
         steps=steps,
         open_task=opener,
         train={"seed": seed, "save_every": save_every, "eval_every": eval_every},
-        lr_fraction=rate_share,
+        lr_fraction=lr_fraction,
         problems=problems,
         samples=samples,
         max_tokens=max_tokens,

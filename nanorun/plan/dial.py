@@ -169,7 +169,6 @@ def configure(
 ) -> Config:
     """The configuration of a run on this text. With `horizon.minutes`, the one that learns most from it in the time; of
     this depth, where one is given."""
-    device = gpu or this_gpu()
 
     def with_tokens(model: ModelConfig, tokens: int) -> Config:
         length = Horizon(tokens=max(tokens, 1))
@@ -177,9 +176,9 @@ def configure(
 
     def tokens_in_time(model: ModelConfig) -> int:
         assert horizon.minutes is not None
-        speed = tokens_per_s or (lambda config: make_plan(config, device).tokens_per_s)
-        seconds = 60 * horizon.minutes * (1 - EVALUATION_SHARE)
-        return round(seconds * speed(with_tokens(model, text.train_tokens)))
+        draft = with_tokens(model, text.train_tokens)
+        speed = tokens_per_s(draft) if tokens_per_s is not None else make_plan(draft, gpu).tokens_per_s
+        return round(60 * horizon.minutes * (1 - EVALUATION_SHARE) * speed)
 
     if horizon.minutes is None:
         config = scale(

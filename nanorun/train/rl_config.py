@@ -1,6 +1,6 @@
 """The configuration of a reinforcement learning run: its options, and what follows from the run that it starts from.
 
-The learning rates are the parent's times 0.05 (`--rate-share`) and fall linearly to 0.
+The learning rates are the parent's times 0.05 (`--lr-fraction`) and fall linearly to 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def configure(
             raise UserError(f"The run '{parent}' has no checkpoint yet: continue its training.")
         parent_step = parent_steps[-1]
     if not 0 < lr_fraction < float("inf"):
-        raise UserError(f"--rate-share is {lr_fraction}: it must be more than 0, such as 0.05.")
+        raise UserError(f"--lr-fraction is {lr_fraction}: it must be more than 0, such as 0.05.")
     if not tasks:
         raise UserError("Name a task to train on: --task NAME, or your own, --task file.py:Class.")
     rl = RLConfig(parent, parent_step, tuple(tasks), **options)

@@ -220,7 +220,7 @@ def test_learning_rates_are_a_twentieth_of_the_parents_and_fall_linearly_to_zero
     assert config.train.steps == 3, "all 40 problems once"
     _, bolder, _ = rl.configure(["echo"], parent="echoes", open_task=open_task, lr_fraction=0.2)
     assert bolder.optim.matrix_lr == pytest.approx(0.2 * parents["matrix_lr"])
-    with pytest.raises(UserError, match="--rate-share is 0"):
+    with pytest.raises(UserError, match="--lr-fraction is 0"):
         rl.configure(["echo"], parent="echoes", open_task=open_task, lr_fraction=0)
 
 
