@@ -155,7 +155,7 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
     lr_fraction *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
     return replace(
         parent,
-        model=replace(parent.model, context=context, short_window=short_window),
+        model=replace(parent.model, context=context, short_window=short_window, dropout=0.0),
         optim=parent.optim.fine_tuning(lr_fraction, WARMDOWN),
         train=train,
         kind="sft",
