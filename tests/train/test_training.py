@@ -138,6 +138,24 @@ def test_a_finished_run_is_not_done_again_and_another_config_is_refused(world):
         train_base(tiny(seed=5), BaseOptions(name="done"))
 
 
+def test_samples_with_control_sequences_are_printed_as_text(world, capsys):
+    from nanorun.cli import app
+
+    config = world / "evil.json"
+    config.write_text(json.dumps(tiny(3).to_dict()))
+    args = ["train", "base", "--config", str(config), "--name", "evil"]
+    app(args, standalone_mode=False)
+    path = world / "runs" / "evil" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["samples"] = [{"prompt": "\x1b]0;title\x07", "text": "\x1b]52;c;cm0=\x07 \x9b31m"}]
+    path.write_text(json.dumps(summary))
+    capsys.readouterr()
+    app(args, standalone_mode=False)
+    assert "  ^[]0;title^G│^[]52;c;cm0=^G <U+009B>31m\n" in capsys.readouterr().out
+    app([*args, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["samples"] == summary["samples"]
+
+
 def test_a_run_of_an_earlier_version_without_a_new_field_goes_on(world):
     train_base(tiny(3), BaseOptions(name="older", fresh=True, samples=1))
     path = world / "runs" / "older" / "config.json"
