@@ -43,6 +43,8 @@ from nanorun.tools.sandbox_bootstrap import FINISHED, OUT_OF_MEMORY
 
 __all__ = ["Sandbox", "SandboxResult", "SandboxUnavailable"]
 
+SECONDS, MEMORY_MIB, OUTPUT_BYTES = 5.0, 256, 10_000  # the default limits of a program
+
 _ENVIRONMENT = {"HOME": "/tmp", "PATH": "/usr/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 _SECRET_BYTES = 32
 _run_numbers = itertools.count()
@@ -126,7 +128,12 @@ class Sandbox:
         return sandbox
 
     def run(
-        self, code: str, *, timeout: float = 5.0, memory_mib: int = 256, max_output: int = 10_000
+        self,
+        code: str,
+        *,
+        timeout: float = SECONDS,
+        memory_mib: int = MEMORY_MIB,
+        max_output: int = OUTPUT_BYTES,
     ) -> SandboxResult:
         """Runs a program to its end or to a limit: wall-clock seconds, memory, total bytes of output."""
         limits = _Limits(timeout, memory_mib, max_output)
@@ -140,9 +147,9 @@ class Sandbox:
         tests: str,
         function: str,
         *,
-        timeout: float = 5.0,
-        memory_mib: int = 256,
-        max_output: int = 10_000,
+        timeout: float = SECONDS,
+        memory_mib: int = MEMORY_MIB,
+        max_output: int = OUTPUT_BYTES,
     ) -> SandboxResult:
         """Runs the tests in one sandbox, where `function` calls that of the program in another one.
 
