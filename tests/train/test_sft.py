@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from spike import Spike
+from spike import Spike, poison
 
 from nanorun import checkpoint, run_list
 from nanorun.config import IGNORE, Config, OptimConfig, TrainConfig, scale, scale_model
@@ -323,6 +323,14 @@ def test_after_a_rollback_the_epoch_ends_where_its_data_ends(world):
     records = list(read_metrics(world / "runs" / "back"))
     assert [r["step"] for r in records if r["kind"] == "eval"][-1] == t.step
     assert checkpoint.steps(world / "runs" / "back" / "checkpoints")[-1] == t.step
+
+
+def test_a_run_that_cannot_save_its_weights_fails(world, monkeypatch):
+    monkeypatch.setattr(loop.train, "__defaults__", (poison(loop.train_step, range(10**6)),))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"is not saved: embed.*the first in row 319\).*starts over"):
+            train_sft(choices(world, steps=4), BaseOptions(name="dead"))
+    assert not (world / "runs" / "dead" / "summary.json").exists()
 
 
 def test_a_finished_run_is_not_repeated_and_other_conversations_are_rejected(world):
