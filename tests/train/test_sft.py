@@ -223,10 +223,10 @@ def test_conversations_in_a_row_do_not_see_each_other(world):
     t = assembled(world, "apart")
     with t.loader, t.run:
         tokens, targets, docs = to_device(next(t.loader), t.device, t.config.model.document_mask)
-    losses = t.model(tokens, targets, docs, per_token=True)[0]
-    last = docs[0] == docs[0, -1]
-    assert 0 < last.sum() < len(last)
-    alone = t.model(tokens[:1, last], targets[:1, last], docs[:1, last], per_token=True)[0]
+    row = int((docs[:, 0] != docs[:, -1]).nonzero()[0])  # with more than one conversation
+    last = docs[row] == docs[row, -1]
+    losses = t.model(tokens, targets, docs, per_token=True)[row]
+    alone = t.model(*(x[row : row + 1, last] for x in (tokens, targets, docs)), per_token=True)[0]
     assert torch.allclose(losses[last], alone, atol=1e-4)
 
 
