@@ -222,8 +222,9 @@ def test_conversations_in_a_row_do_not_see_each_other(world):
     which."""
     t = assembled(world, "apart")
     with t.loader, t.run:
-        tokens, targets, docs = to_device(next(t.loader), t.device, t.config.model.document_mask)
-    row = int((docs[:, 0] != docs[:, -1]).nonzero()[0])  # with more than one conversation
+        batches = (to_device(batch, t.device, t.config.model.document_mask) for batch in t.loader)
+        tokens, targets, docs = next(b for b in batches if (b[2][:, 0] != b[2][:, -1]).any())
+    row = int((docs[:, 0] != docs[:, -1]).nonzero()[0])  # of more than one conversation
     last = docs[row] == docs[row, -1]
     losses = t.model(tokens, targets, docs, per_token=True)[row]
     alone = t.model(*(x[row : row + 1, last] for x in (tokens, targets, docs)), per_token=True)[0]
