@@ -158,9 +158,10 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
         context=context,
         short_window=short_window,
         dropout=0.0,
-        # A small model learns to rely on the conversations before it in the row, which are not there in a chat. Large
-        # ones keep attention that FlashAttention supports.
-        document_mask=parent.model.document_mask or parent.model.dim <= NARROW,
+        # Over several epochs a small model learns which conversation follows which, and relies on the one before it in
+        # the row, which is not there in a chat. Large ones keep attention that FlashAttention supports.
+        document_mask=parent.model.document_mask
+        or (parent.model.dim <= NARROW and (material.order.epochs or 1) > 1),
     )
     return replace(
         parent,
