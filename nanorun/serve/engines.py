@@ -15,6 +15,8 @@ client still reads.
 
 When an engine process dies, its running answers end with an error, and the dispatcher stops using it. It is not
 restarted, since the next process would die of the same cause: a supervisor that polls /health may decide otherwise.
+An engine sends a message every second. One that is silent for longer (stopped, or starved of memory) gets no requests
+until it is heard again.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ from typing import Any, NoReturn
 from nanorun.errors import UserError
 from nanorun.infer.request import Event, Request, Sampling
 from nanorun.serve import worker
-from nanorun.serve.errors import ApiError, engine_failed
+from nanorun.serve.errors import ApiError, engine_failed, engine_silent
 from nanorun.serve.metrics import Metrics, resident_bytes
 from nanorun.serve.options import ServeOptions
 from nanorun.text.store import open_tokenizer
@@ -44,6 +46,7 @@ from nanorun.text.store import open_tokenizer
 # -P and the path of this process: the same nanorun, wherever it was started.
 PROGRAM = "import sys; _, fd, pid, *sys.path = sys.argv; from nanorun.serve.worker import main; main(int(fd), int(pid))"
 EXIT_TIMEOUT_S = 5.0
+MAX_SILENCE_S = 10.0
 log = logging.getLogger("nanorun.serve")
 
 Listener = Callable[[Event | BaseException], None]
@@ -71,6 +74,7 @@ class RemoteEngine:
         with contextlib.suppress(ConnectionError):  # a dead process is reported by `wait_until_ready`
             self._socket.sendall(worker.pack(wanted))
         self.broken, self._ready = False, False
+        self._last_message = math.inf
         self.occupancy = (0, 0)  # busy slots, queued samples
         self._listeners: dict[int, Listener] = {}  # of running requests, by key
         self._samples_left: dict[int, int] = {}
@@ -93,6 +97,11 @@ class RemoteEngine:
         # A duplicate: the event loop closes its own, and `close` needs one after the loop has ended.
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket.dup())
         self._reading = asyncio.create_task(self._read(reader))
+        self._last_message = time.monotonic()
+
+    @property
+    def silent(self) -> bool:
+        return time.monotonic() - self._last_message > MAX_SILENCE_S
 
     def submit(self, request: Request, listener: Listener) -> int:
         """Sends a request to the engine process and returns its key, which `cancel` takes. `_read` passes its events to
@@ -124,7 +133,7 @@ class RemoteEngine:
             while True:
                 (length,) = worker.LENGTH.unpack(await reader.readexactly(worker.LENGTH.size))
                 busy, queued, events = marshal.loads(await reader.readexactly(length))
-                self.occupancy = busy, queued
+                self.occupancy, self._last_message = (busy, queued), time.monotonic()
                 for key, encoded in events:
                     if (listener := self._listeners.get(key)) is None:
                         continue
@@ -225,23 +234,29 @@ class Dispatcher:
             message = f"Too many requests: {load} answers are running or queued (at most {self.max_samples})."
             retry = {"Retry-After": str(self._retry_after(load))}
             raise ApiError(429, f"{message} Try again later.", "rate_limit_exceeded", headers=retry)
-        working = [number for number, engine in enumerate(self.engines) if not engine.broken]
-        if not working:
+        numbers = [number for number, engine in enumerate(self.engines) if not engine.broken]
+        if not numbers:
             raise engine_failed()
-        number = min(working, key=self.loads.__getitem__)
+        numbers = [number for number in numbers if not self.engines[number].silent]
+        if not numbers:
+            raise engine_silent()
+        number = min(numbers, key=self.loads.__getitem__)
         self.loads[number] += samples
         return ResponseStream(self, number, samples)
 
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Busy slots and queued samples of all engines."""
+        busy, queued = zip(*(engine.occupancy for engine in self.engines), strict=True)
+        return sum(busy), sum(queued)
+
     def gauges(self) -> dict[str, tuple[str, float]]:
-        occupancies = [engine.occupancy for engine in self.engines]
+        busy, queued = self.occupancy
         memory = sum(resident_bytes(engine.process.pid) for engine in self.engines if not engine.broken)
         return {
             "nanorun_slots": ("Sequences that can be generated at a time.", self.slots),
-            "nanorun_slots_busy": (
-                "Sequences that are being generated.",
-                sum(busy for busy, _ in occupancies),
-            ),
-            "nanorun_queue": ("Samples that wait for a slot.", sum(queued for _, queued in occupancies)),
+            "nanorun_slots_busy": ("Sequences that are being generated.", busy),
+            "nanorun_queue": ("Samples that wait for a slot.", queued),
             "nanorun_reserved": ("Samples that were admitted.", sum(self.loads)),
             "nanorun_engines_resident_memory_bytes": ("Memory of the engine processes.", memory),
             "nanorun_draining": ("1 while the server shuts down.", int(self.draining)),

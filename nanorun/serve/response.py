@@ -15,7 +15,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -79,8 +79,6 @@ class CompletionResponse(Response):
             # A retry would take as long again: the header tells OpenAI's clients not to.
             error = ApiError(408, message, "timeout", headers={"x-should-retry": "false"})
             await self._fail(error, scope, receive, send)
-        except _ClientStalled:
-            self._metrics.disconnects += 1
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         except Exception:
@@ -203,49 +201,38 @@ class CompletionResponse(Response):
     # -- sending -------------------------------------------------------------------------------------
 
     async def _send(self, send: Send, body: bytes, *, last: bool) -> None:
-        """Writes a part of the body, before the first one the status and headers. A client that does not read it within
-        `stall_s` raises `_ClientStalled`."""
-        try:
-            async with asyncio.timeout(self._limits.stall_s):
-                if not self._started:
-                    self._started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": body, "more_body": not last})
-        except TimeoutError:
-            raise _ClientStalled from None
+        """Writes a part of the body, before the first one the status and headers."""
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:
             await error.response()(scope, receive, send)
         elif self._stream:  # the status was sent already
-            try:
-                await self._send(send, b"data: " + error.body.encode() + b"\n\n", last=True)
-            except (_ClientStalled, OSError):
-                self._metrics.disconnects += 1
+            await self._send(send, b"data: " + error.body.encode() + b"\n\n", last=True)
 
 
-class _ClientStalled(Exception):
-    """The client reads nothing."""
-
-
-async def _disconnected_during(write: Awaitable[None], receive: Receive) -> bool:
+async def _disconnected_during(write: Coroutine[Any, Any, None], receive: Receive) -> bool:
     """Writes until the end, or until the client disconnects: then True."""
 
-    async def disconnect() -> None:
+    async def disconnected() -> bool:
         while (await receive())["type"] != "http.disconnect":
             pass
+        return not writing.done()  # the end of a response is a disconnect, too
 
-    tasks = [asyncio.ensure_future(write), asyncio.ensure_future(disconnect())]
+    writing = asyncio.create_task(write)
+    watching = asyncio.create_task(disconnected())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            tasks[0].result()
-            return False
-        return True
+        await asyncio.wait([writing, watching], return_when=asyncio.FIRST_COMPLETED)
+        if writing.done():
+            writing.result()
+        return watching.done() and watching.result()
     finally:
-        for task in tasks:
+        for task in (writing, watching):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(writing, watching, return_exceptions=True)
 
 
 def _chunk(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
