@@ -146,7 +146,8 @@ class Service:
         stream = self.dispatcher.admit(prompts * samples)
         try:
             encoded, left_out = encode() if characters <= SHORT else await run_sync(encode)
-            common |= {"stop": body.stops, "samples": samples, "stream": bool(body.stream)}
+            common |= {"stop": body.stops, "samples": samples}
+            common["stream"] = bool(body.stream) or common["logprobs"] is not None  # too many for one event
             sampling = self._sampling(body)
             requests = [EngineRequest(prompt, sampling, **common) for prompt in encoded]
             model = {"model": self.model.name, "system_fingerprint": self.fingerprint}
@@ -159,6 +160,7 @@ class Service:
                 self.model.tokenizer,
                 model=model,
                 chat=is_chat,
+                stream=bool(body.stream),
                 include_usage=bool(stream_options.include_usage),
                 continuous_usage=bool(stream_options.continuous_usage_stats),
             )

@@ -1,5 +1,6 @@
 """The options of `nanorun serve`, and the limits of one request."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,8 +30,8 @@ class RequestLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value <= 0:
-                raise UserError(f"The limit {name} is {value}: it must be above 0.")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"The limit {name} is {value}: it must be a number above 0.")
         if self.body_bytes > MAX_BODY_BYTES:
             raise UserError(f"--max-body is {self.body_bytes} bytes: it must be at most {MAX_BODY_BYTES}.")
 
