@@ -419,7 +419,7 @@ def test_small_chunks_and_many_headers_do_not_block_the_event_loop(frozen):
         server.close()
         assert statuses == [b"200", b"200", b"400"]
 
-    assert asyncio.run(longest_block(serve())) < BLOCK_S
+    assert asyncio.run(longest_block(serve())) < BLOCK_S / 2
     assert sum(map(len, bodies)) == 40_000
 
 
@@ -527,6 +527,6 @@ def test_token_prompts_are_checked_after_a_leading_bos(server):
         answer = server.http.post(TEXT, json={"prompt": prompt, "max_tokens": 1})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith(f"The prompt has token {invalid}: ")
-    for prompt, tokens in (([bos, 65], 2), ([65], 2), ([bos], 1), ([[]], 1)):
-        answer = server.http.post(TEXT, json={"prompt": prompt, "max_tokens": 1})
+    for ids, tokens in (([bos, 65], 2), ([65], 2), ([bos], 1), ([], 1)):
+        answer = server.http.post(TEXT, json={"prompt": [ids], "max_tokens": 1})
         assert answer.json()["usage"]["prompt_tokens"] == tokens
