@@ -9,9 +9,7 @@ unchanged.
 import hashlib
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -226,21 +224,3 @@ class ParquetWriter(ShardWriter):
         self._text_bytes += self._row_bytes
         self._count += 1
         self._rows, self._row_bytes = [], 0
-
-
-def read_texts(files: list[Path]) -> Iterator[str]:
-    """The documents of a dataset's parquet shards, one row group in memory at a time."""
-    return chain.from_iterable(read_row_groups(files))
-
-
-def read_row_groups(files: list[Path]) -> Iterator[list[str]]:
-    import pyarrow.parquet
-
-    for path in files:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                yield read_row_group(file, group)
-
-
-def read_row_group(file: Any, group: int) -> list[str]:
-    return [text for text in file.read_row_group(group, columns=["text"]).column(0).to_pylist() if text]

@@ -66,10 +66,11 @@ def load_model(run: str | None = None, *, prefer_chat: bool = False) -> LoadedMo
 def _load(run: str) -> LoadedModel:
     config = Config.from_dict(read_config(run))
     machine = hardware.detect()
-    saved = newest_checkpoint(run)
+    saved, tokenizer = newest_checkpoint(run), open_tokenizer(config.tokenizer)
+    check_tokenizer(tokenizer, saved)
     device, dtype = torch.device(machine.device), hardware.compute_dtype(machine)
     model = model_from_weights(saved.model, config.model, device, dtype)
-    return LoadedModel(run, saved.step, config, model.eval(), open_tokenizer(config.tokenizer))
+    return LoadedModel(run, saved.step, config, model.eval(), tokenizer)
 
 
 def newest_checkpoint(run: str) -> checkpoint.Checkpoint:
@@ -78,6 +79,19 @@ def newest_checkpoint(run: str) -> checkpoint.Checkpoint:
     if saved is None:
         raise UserError(f"The run '{run}' has no checkpoint yet: continue its training.")
     return saved
+
+
+def check_tokenizer(tokenizer: Tokenizer, saved: checkpoint.Checkpoint) -> None:
+    """UserError if the weights of a checkpoint were trained with another tokenizer than this one."""
+    recorded = saved.state.get("tokenizer")
+    if recorded is None:
+        say(f"{saved.path} does not record its tokenizer: using '{tokenizer.name}' as it is now")
+    elif recorded != tokenizer.fingerprint:
+        raise UserError(
+            f"The weights in {saved.path} were trained with another tokenizer than '{tokenizer.name}' is now (its "
+            f"fingerprint is {tokenizer.fingerprint[:12]}, not {recorded!s:.12}): restore that tokenizer, or train "
+            "again with this one."
+        )
 
 
 def model_from_weights(

@@ -15,13 +15,15 @@ from torch import Tensor
 from nanorun import checkpoint, hardware, runs
 from nanorun.config import Backend, Config, Dtype, Horizon, largest_divisor
 from nanorun.console import say, seconds
-from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
+from nanorun.data.dataset import Dataset, dataset_names, open_dataset
 from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
+from nanorun.data.shards import read_texts
 from nanorun.data.sources import Source, open_source
 from nanorun.data.vocabulary import SAMPLE_DATA, build_sample
 from nanorun.errors import UserError, describe_json_error
 from nanorun.evals.bpb import bpb_evaluator
+from nanorun.infer.load import check_tokenizer
 from nanorun.infer.plain import generate
 from nanorun.model import compiling
 from nanorun.model.attention import choose_backends
@@ -269,6 +271,9 @@ def assemble(
         hardware.keep_freed_memory()
     tokenizer = open_tokenizer(config.tokenizer)
     check_vocabulary(config, tokenizer)
+    for saved in (found, parent):
+        if saved is not None:
+            check_tokenizer(tokenizer, saved)
     compiled = options.compile and device.type == "cuda"
     if compiled:
         compiling.share_triton_cache(device)
@@ -319,6 +324,7 @@ def assemble(
         fast=fast,
         graphed=GraphedMicroStep(forward, model, optimizer.params) if compiled and options.graphs else None,
         recipe=recipe,
+        tokenizer=tokenizer.fingerprint,
         is_compiled=compiled,
     )
     if found is not None:
@@ -331,7 +337,8 @@ def assemble(
 def text_material(config: Config, tokenizer: Tokenizer) -> Material:
     dataset, train = open_dataset(config.data), config.train
     order = RowOrder(train.packing, train.reuse_tails, seed=train.seed)
-    return Material(open_source(dataset, "train", tokenizer), order, open_source(dataset, "val", tokenizer))
+    sources = (open_source(dataset, split, tokenizer, verify_all=True) for split in ("train", "val"))
+    return Material(next(sources), order, next(sources))
 
 
 def resolve_recipe(
@@ -440,7 +447,7 @@ def sample(
 def _texts(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
     """Validation documents, or the beginnings of them."""
     if dataset.kind == "parquet":
-        yield from read_texts(dataset.files("val"))
+        yield from read_texts(dataset, "val")
         return
     source = open_source(dataset, "val", tokenizer)
     for unit in range(source.units):

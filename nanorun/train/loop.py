@@ -25,6 +25,7 @@ from nanorun import checkpoint
 from nanorun.config import Config
 from nanorun.console import Progress, say
 from nanorun.data.loader import Batch, to_device
+from nanorun.errors import UserError
 from nanorun.model.fast.path import FastPath
 from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe, current_names
 from nanorun.model.gpt import GPT
@@ -97,6 +98,7 @@ class Training:
     fast: FastPath | None = None  # what `forward` computes; None: the plain model
     graphed: GraphedMicroStep | None = None  # `forward` and backward as a CUDA graph
     recipe: Recipe = PLAIN_RECIPE  # as resolved for this device
+    tokenizer: str | None = None  # the fingerprint of the one that the weights are for
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
@@ -217,6 +219,10 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 save(t)
                 log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
+            except UserError:  # no data, such as a shard that was removed or damaged: keep the steps so far
+                if t.step and t.step not in checkpoint.steps(t.run.checkpoints):
+                    save(t)
+                raise
             t.log(step_record(t, step))
             note = step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}"
             bar.advance(0 if by_micro_batch else step.input_tokens, note)
@@ -295,6 +301,7 @@ def save(t: Training) -> None:
         "guard": t.guard.state_dict(),
         "scale": t.loss_scaler.state_dict(),
         "recipe": t.recipe.to_dict(),
+        "tokenizer": t.tokenizer,
         "numerics": numerics(t),
     }
     folder = t.run.checkpoints

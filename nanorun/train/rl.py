@@ -25,7 +25,7 @@ from nanorun.config import Config, Dtype
 from nanorun.console import Progress, command, say
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
-from nanorun.infer.load import model_from_weights
+from nanorun.infer.load import check_tokenizer, model_from_weights
 from nanorun.model.gpt import GPT
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -116,7 +116,9 @@ def assemble(
     """The parts of a run, new or restored from a checkpoint; and the reference model, if the KL penalty needs one."""
     machine = hardware.detect()
     device, dtype = torch.device(machine.device), hardware.compute_dtype(machine, options.dtype)
-    model = model_from_weights((found or _parent_checkpoint(run, rl)).model, config.model, device, dtype)
+    tokenizer, start = open_tokenizer(config.tokenizer), found or _parent_checkpoint(run, rl)
+    check_tokenizer(tokenizer, start)
+    model = model_from_weights(start.model, config.model, device, dtype)
     reference = None
     if rl.kl:
         kept = checkpoint.load_newest(run.folder / REFERENCE)
@@ -130,7 +132,7 @@ def assemble(
     saved = found.state if found is not None else {}
     source = RolloutSource(
         model,
-        open_tokenizer(config.tokenizer),
+        tokenizer,
         rl,
         tasks,
         seed=config.train.seed,
@@ -150,6 +152,7 @@ def assemble(
         loss_scaler=LossScaler(dtype == torch.float16),
         throughput=ThroughputMonitor(min_fraction=0.0),  # reply lengths vary, and throughput with them
         unit="step",
+        tokenizer=tokenizer.fingerprint,
     )
     source.on_sample = lambda: training.on_micro_batch(1 / (rl.problems * rl.samples))  # of a step
     if found is not None:
