@@ -35,6 +35,7 @@ import tiktoken
 
 from nanorun.errors import UserError
 from nanorun.home import check_name
+from nanorun.json_files import check_shape, read_json, read_limited
 
 CHAT_TOKENS = (
     "<|user_start|>",
@@ -60,6 +61,13 @@ MAX_VOCAB = 2**20
 _FORMAT, _VERSION = "nanorun-tokenizer", 1
 CONFIG_FILE, _RANKS_FILE = "tokenizer.json", "ranks.tiktoken"
 _MAX_CONFIG_BYTES, MAX_RANKS_BYTES = 2**20, 2**27
+REMEDY = "copy the tokenizer folder again or train it again"
+_CONFIG_SHAPE = {
+    **dict.fromkeys(("name", "pattern", "bos", "ranks_sha256"), str),
+    "vocab_size": int,
+    "special_tokens": dict,
+    "trained_on": {"dataset?": (str, None), "bytes?": int, "seconds?": float},
+}
 _SPECIAL_NAME = re.compile(r"<\|[a-z_]{1,60}\|>")
 _BLOCK = 65_536
 # tiktoken's fast array encoder is slow and unsafe without any special token (its search then matches the empty string
@@ -336,7 +344,7 @@ def _chunks(texts: Sequence[str], wanted: int) -> list[Sequence[str]]:
 
 
 def _damaged(fault: str) -> UserError:
-    return UserError(f"{fault}: copy the tokenizer folder again or train it again.")
+    return UserError(f"{fault}: {REMEDY}.")
 
 
 def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int], bos: str) -> None:
@@ -362,13 +370,11 @@ def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
 
 def read_capped(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
-            content = file.read(limit + 1)
+        return read_limited(path, limit)
     except OSError as error:
         raise UserError(f"Cannot read {path} ({error.strerror}): name an existing tokenizer.") from error
-    if len(content) > limit:
-        raise UserError(f"{path} is larger than {limit} bytes: it is not a tokenizer file.")
-    return content
+    except ValueError as error:
+        raise _damaged(f"{path} is not a tokenizer file ({error})") from error
 
 
 def parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
@@ -387,29 +393,17 @@ def parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_capped(path, _MAX_CONFIG_BYTES).decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise _damaged(f"{path} is not JSON") from None
-    if not isinstance(config, dict) or config.get("format") != _FORMAT:
+    config: dict[str, Any] = read_json(path, REMEDY, {"format": str}, max_bytes=_MAX_CONFIG_BYTES)
+    if config["format"] != _FORMAT:
         raise _damaged(f"{path} is not a {_FORMAT} file")
     if config.get("version") != _VERSION:
         raise UserError(
             f"{path} has version {config.get('version')!r} and this nanorun reads {_VERSION}: update nanorun "
             "or train the tokenizer again."
         )
-    kinds = {
-        "name": str,
-        "vocab_size": int,
-        "pattern": str,
-        "bos": str,
-        "special_tokens": dict,
-        "ranks_sha256": str,
-        "trained_on": dict,
-    }
-    for field, kind in kinds.items():
-        if type(config.get(field)) is not kind:
-            raise _damaged(f"{path} lacks a valid {field!r}")
-    if any(type(token_id) is not int for token_id in config["special_tokens"].values()):
-        raise _damaged(f"{path} has a special token whose id is not an integer")
+    try:
+        check_shape(config, _CONFIG_SHAPE)
+        check_shape(config["special_tokens"], dict.fromkeys(config["special_tokens"], int), "special_tokens")
+    except ValueError as error:
+        raise _damaged(f"{path} is damaged ({error})") from error
     return config

@@ -26,6 +26,8 @@ from nanorun.config import Config
 from nanorun.console import Progress, say
 from nanorun.data.loader import Batch, to_device
 from nanorun.errors import UserError
+from nanorun.infer.load import check_weights
+from nanorun.json_files import check_shape
 from nanorun.model.fast.path import FastPath
 from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe, current_names
 from nanorun.model.gpt import GPT
@@ -278,7 +280,7 @@ def evaluations_due(t: Training, ended: bool = False) -> list[Kind]:
 
 
 def log_missing_evaluations(t: Training, kinds: Sequence[Kind]) -> None:
-    logged = [(record["kind"], record["step"]) for record in read_metrics(t.run.folder)]
+    logged = [(record.get("kind"), record.get("step")) for record in read_metrics(t.run.folder)]
     for kind in kinds:
         if (kind, t.step) not in logged:
             log_evaluation(t, kind)
@@ -312,6 +314,35 @@ def save(t: Training) -> None:
         say(f"not saved: {error}")
         return
     checkpoint.prune(folder, t.config.train.keep_checkpoints)
+
+
+_GUARD_SHAPE = {
+    "norms": [float],
+    "losses": [float],
+    **dict.fromkeys(("in_a_row?", "spikes_in_a_row?", "skips?", "rollbacks?", "position?", "trouble?"), int),
+}
+_STATE_SHAPE = {
+    "tokens": int,
+    "seconds": float,
+    "rows?": int,
+    "loader": dict,
+    "guard": _GUARD_SHAPE,
+    "scale": {"scale?": float, "good?": int},
+    **dict.fromkeys(("recipe?", "numerics?", "means?"), dict),
+}
+
+
+def check_state(found: checkpoint.Checkpoint) -> None:
+    """UserError unless the state of a checkpoint is one that `restore` can read."""
+    try:
+        check_shape(found.state, _STATE_SHAPE)
+        if found.state.get("rows", 1) < 1:
+            raise ValueError(f"rows is {found.state['rows']}, not at least 1")
+    except ValueError as error:
+        raise UserError(
+            f"{found.path / checkpoint.STATE} is damaged ({error}): remove {found.path} to resume from the checkpoint "
+            "before it, or start over with --fresh."
+        ) from error
 
 
 def restore(t: Training, found: checkpoint.Checkpoint) -> None:
@@ -361,6 +392,7 @@ def recorded_recipe(found: checkpoint.Checkpoint) -> Recipe:
 
 
 def load_weights(t: Training, found: checkpoint.Checkpoint, with_optimizer: bool = True) -> None:
+    check_weights(found.model, t.model)
     t.model.load_state_dict(found.model)
     if t.fast is not None:  # its FP8 copies are of the old weights
         t.fast.refresh()

@@ -342,7 +342,7 @@ def test_a_changed_ranks_file_is_found_by_its_checksum(saved: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer.json", "ranks.tiktoken"])
 def test_a_missing_file_is_named(saved: Path, name: str) -> None:
     (saved / name).unlink()
-    with pytest.raises(UserError, match=f"Cannot read .*{name}"):
+    with pytest.raises(UserError, match=f"{name}.*No such file"):
         Tokenizer.load(saved)
 
 
@@ -353,14 +353,14 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
 )
 def test_a_config_that_is_none_is_refused(saved: Path, content: bytes) -> None:
     (saved / "tokenizer.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json is not"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is (damaged|not a nanorun)"):
         Tokenizer.load(saved)
 
 
 def test_files_of_absurd_size_are_not_read(saved: Path) -> None:
     with (saved / "tokenizer.json").open("ab") as file:
         file.truncate(2**33)
-    with pytest.raises(UserError, match="larger than"):
+    with pytest.raises(UserError, match="bytes, at most"):
         Tokenizer.load(saved)
 
 
@@ -368,20 +368,23 @@ special = special_ids_from(503)
 config_damage: dict[str, tuple[dict[str, object], str]] = {
     "newer version": ({"version": 2}, "has version 2"),
     "pattern does not compile": ({"pattern": "("}, "not a valid regular expression"),
-    "pattern is no text": ({"pattern": None}, "valid 'pattern'"),
+    "pattern is no text": ({"pattern": None}, "pattern is null, not text"),
     "vocab_size differs": ({"vocab_size": 600}, "vocab_size 600"),
-    "vocab_size is a truth value": ({"vocab_size": True}, "valid 'vocab_size'"),
+    "vocab_size is a truth value": ({"vocab_size": True}, "vocab_size is true, not a whole number"),
     "special missing": ({"special_tokens": {"<|bos|>": 503}}, "lacks the special token '<|user_start|>'"),
     "no specials": ({"special_tokens": {}}, "lacks the special token"),
     "special id is ordinary": ({"special_tokens": special | {"<|bos|>": 5}}, "id 5, which is an ordinary"),
     "special id negative": ({"special_tokens": special | {"<|bos|>": -1}}, "id -1"),
     "special id twice": ({"special_tokens": special | {"<|bos|>": 504}}, "the same id"),
     "special id huge": ({"special_tokens": special | {"<|bos|>": 2**40}}, "above the limit"),
-    "special id is text": ({"special_tokens": special | {"<|bos|>": "503"}}, "not an integer"),
+    "special id is text": (
+        {"special_tokens": special | {"<|bos|>": "503"}},
+        '<|bos|> is "503", not a whole number',
+    ),
     "special with an odd name": ({"special_tokens": special | {"\ud800": 512}}, "special token named"),
     "bos unknown": ({"bos": "<|other|>"}, "lacks the special token '<|other|>'"),
     "name is a path": ({"name": "../x"}, "cannot name a tokenizer"),
-    "checksum missing": ({"ranks_sha256": None}, "valid 'ranks_sha256'"),
+    "checksum missing": ({"ranks_sha256": None}, "ranks_sha256 is null, not text"),
 }
 
 
