@@ -23,12 +23,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tiktoken
@@ -36,6 +36,8 @@ import tiktoken
 from nanorun.errors import UserError
 from nanorun.home import check_name
 from nanorun.json_files import check_shape, read_json, read_limited
+
+T = TypeVar("T")
 
 CHAT_TOKENS = (
     "<|user_start|>",
@@ -74,6 +76,9 @@ _BLOCK = 65_536
 # everywhere), so it gets this one, which is never allowed: text that contains it is encoded as ordinary text, and its
 # id is unused.
 _NEVER_ALLOWED = {"\0<|never|>\0": 2**31}
+# tiktoken panics when the pattern matches the empty string, unless that has a rank.
+_EMPTY_MATCH = 2**31 + 1
+_PROBE = "".join(map(chr, range(256))) + "Grüße, 東京! It's   1234 €\n\n \t«Δx» नमस्ते 🙂 \u2028\ufeff."
 
 
 class Tokenizer:
@@ -109,11 +114,33 @@ class Tokenizer:
             self._bytes[token_id] = token_name.encode()
         try:
             self._engine = tiktoken.Encoding(
-                name, pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=_NEVER_ALLOWED
+                name,
+                pat_str=pattern,
+                mergeable_ranks={**self._ranks, b"": _EMPTY_MATCH},
+                special_tokens=_NEVER_ALLOWED,
             )
         except ValueError as error:
             raise _damaged(
                 f"The split pattern of tokenizer {name!r} is not a valid regular expression ({error})"
+            ) from error
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        """A pattern that matches nothing at all, or that skips characters, is refused here and not found in a loss."""
+        ids = self._run(self._engine.encode_ordinary, _PROBE)
+        if _EMPTY_MATCH in ids or self.decode(ids) != _PROBE:
+            fault = "matches the empty string" if _EMPTY_MATCH in ids else "leaves out characters of a text"
+            raise _damaged(f"The split pattern of tokenizer {self.name!r} {fault}")
+
+    def _run(self, encode: Callable[[str], T], text: str) -> T:
+        """Encodes a text. An expression that backtracks without end makes the Rust code panic: no Exception."""
+        try:
+            return encode(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise _damaged(
+                f"The split pattern of tokenizer {self.name!r} fails on a text ({error})"
             ) from error
 
     def __repr__(self) -> str:
@@ -126,7 +153,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ordinary tokens only, whatever the text contains; no BOS."""
-        return [i for piece in _pieces(_valid(text)) for i in self._engine.encode_ordinary(piece)]
+        encode = self._engine.encode_ordinary
+        return [i for piece in _pieces(_valid(text)) for i in self._run(encode, piece)]
 
     def encode_documents(self, texts: Sequence[str], threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of all texts in one flat array, without BOS, and the offset of each text.
@@ -153,9 +181,8 @@ class Tokenizer:
         return flat, lengths
 
     def _encode_array(self, text: str) -> np.ndarray:
-        pieces = [
-            self._engine.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(_valid(text))
-        ]
+        encode = functools.partial(self._engine.encode_to_numpy, disallowed_special=())
+        pieces = [self._run(encode, piece) for piece in _pieces(_valid(text))]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     # -- decoding ------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_special_tokens_are_the_last_nine_ids_in_their_fixed_order(tokenizer: To
 def test_tokens_take_16_bits_exactly_when_the_vocabulary_allows(vocab_size: int, dtype: type) -> None:
     ranks = {bytes([b]): b for b in range(256)}
     ranks |= {b"a" + i.to_bytes(3, "big"): i for i in range(256, vocab_size - 9)}
-    large = Tokenizer("large", ".", ranks, special_ids_from(len(ranks)))
+    large = Tokenizer("large", "(?s:.)", ranks, special_ids_from(len(ranks)))
     assert large.vocab_size == vocab_size
     tokens, _ = large.encode_documents(["abc"])
     assert large.dtype == tokens.dtype == dtype
@@ -368,6 +368,9 @@ special = special_ids_from(503)
 config_damage: dict[str, tuple[dict[str, object], str]] = {
     "newer version": ({"version": 2}, "has version 2"),
     "pattern does not compile": ({"pattern": "("}, "not a valid regular expression"),
+    "pattern is empty": ({"pattern": ""}, "matches the empty string"),
+    "pattern may match nothing": ({"pattern": r"\S+|x*"}, "matches the empty string"),
+    "pattern skips characters": ({"pattern": r"\w+"}, "leaves out characters"),
     "pattern is no text": ({"pattern": None}, "pattern is null, not text"),
     "vocab_size differs": ({"vocab_size": 600}, "vocab_size 600"),
     "vocab_size is a truth value": ({"vocab_size": True}, "vocab_size is true, not a whole number"),
@@ -430,7 +433,7 @@ def test_fingerprint_tells_apart_what_encodes_differently(tokenizer: Tokenizer) 
     swapped = ranks | {tokenizer.decode_bytes([400]): 401, tokenizer.decode_bytes([401]): 400}
     assert Tokenizer("x", tokenizer.pattern, ranks, special).fingerprint == tokenizer.fingerprint
     for pattern, other_ranks, other_special in [
-        (".", ranks, special),
+        ("(?s:.)", ranks, special),
         (tokenizer.pattern, swapped, special),
         (tokenizer.pattern, ranks, {k: v + 1 for k, v in special.items()}),
     ]:
@@ -479,7 +482,7 @@ def test_gpt4s_pattern_takes_long_runs_too(text: str) -> None:
 def test_ids_in_the_gaps_before_the_special_tokens_are_empty() -> None:
     ranks = {bytes([b]): b for b in range(256)}
     gaps = {"<|endoftext|>": 257} | {name: 277 + i for i, name in enumerate(CHAT_TOKENS)}
-    gapped = Tokenizer("gaps", ".", ranks, gaps, bos="<|endoftext|>")
+    gapped = Tokenizer("gaps", "(?s:.)", ranks, gaps, bos="<|endoftext|>")
     assert gapped.vocab_size == 285
     assert gapped.decode([65, 256, 260, 66]) == "AB"
     assert not gapped.is_special(260)
