@@ -36,12 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanorun import console, home
+from nanorun import console, home, runs
 from nanorun.errors import UserError
 from nanorun.json_files import load_json
-from nanorun.runs import CHECKPOINT_FILES, CHECKSUMS, CHECKSUMS_SHAPE
 
-FILES = MODEL, OPTIMIZER, STATE = CHECKPOINT_FILES
+FILES = MODEL, OPTIMIZER, STATE = runs.CHECKPOINT_FILES
+CHECKSUMS = runs.CHECKSUMS
 _STATE_BYTES = 1 << 26
 _STATE_SHAPE = {"format": str, "version": int, "step": int, "state": dict}
 _OVERHEAD = 1 << 20  # headers, checksums and file system blocks
@@ -325,7 +325,7 @@ def _write(path: Path, parts: Iterable[memoryview | bytes]) -> dict[str, Any]:
 def _check_sizes(path: Path) -> dict[str, str]:
     """The checksum of each file, if all have the length that checksums.json says."""
     try:
-        files = load_json(path / CHECKSUMS, CHECKSUMS_SHAPE)["files"]
+        files = load_json(path / CHECKSUMS, runs.CHECKSUMS_SHAPE)["files"]
         entries = {name: (files[name]["bytes"], files[name]["sha256"]) for name in FILES}
     except FileNotFoundError:
         raise Damaged(f"{CHECKSUMS} is missing") from None

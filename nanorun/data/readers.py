@@ -184,13 +184,13 @@ def _explained(path: Path) -> Iterator[None]:
         if error.errno is None:
             raise UserError(_damaged(path, error)) from error
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-    # pyarrow's errors are ValueErrors, or MemoryErrors where a damaged file claims an absurd size
+    # ValueErrors are also those of zstd streams, and MemoryErrors of files that claim an absurd size
     except (EOFError, lzma.LZMAError, zlib.error, ValueError, MemoryError) as error:
         raise UserError(_damaged(path, error)) from error
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    reason = str(error).strip().rstrip(".") or type(error).__name__
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return f"{path} is damaged or truncated ({reason}): copy or download it again."
 
 
@@ -306,21 +306,29 @@ def _csv_records(stream: Any, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_records(stream: Any, path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    row = 0
+    for records in _parquet_batches(stream, path, column):
+        for record in records:
+            row += 1
+            yield f"row {row} of {path}", record
+
+
+def _parquet_batches(stream: Any, path: Path, column: str | None) -> Iterator[list[Any]]:
     import pyarrow.parquet
 
     row = 0
-    with pyarrow.parquet.ParquetFile(stream) as file:
-        columns = [column] if column in file.schema_arrow.names else None
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            try:
-                records = batch.to_pylist()
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"A text in rows {row + 1} to {row + len(batch)} of {path} is not UTF-8: fix or remove it."
-                ) from error
-            for record in records:
-                row += 1
-                yield f"row {row} of {path}", record
+    try:
+        with pyarrow.parquet.ParquetFile(stream) as file:
+            columns = [column] if column in file.schema_arrow.names else None
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                try:
+                    yield batch.to_pylist()
+                except UnicodeDecodeError as error:
+                    rows = f"rows {row + 1} to {row + len(batch)}"
+                    raise UserError(f"A text in {rows} of {path} is not UTF-8: fix or remove it.") from error
+                row += len(batch)
+    except pyarrow.ArrowException as error:
+        raise UserError(_damaged(path, error)) from error
 
 
 def _read_column(records: Iterator[tuple[str, Any]], path: Path, column: str) -> Iterator[str]:

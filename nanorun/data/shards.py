@@ -87,7 +87,7 @@ class SplitShards:
                     if not (is_string(column.type) or pyarrow.types.is_large_string(column.type)):
                         raise ValueError(f"a column 'text' of type {column.type}")
                     return [text for text in column.to_pylist() if text]
-            except (ValueError, IndexError, OSError) as error:  # pyarrow's are among these
+            except (pyarrow.ArrowException, ValueError, IndexError, OSError) as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
                 path, name = self._dataset.folder / self.shards[number].file, self._dataset.name
                 raise UserError(

@@ -33,11 +33,18 @@ from nanorun.tasks.catalogue import NEED_NO_FILES, is_path, open_examples, tasks
 from nanorun.tasks.layouts import holds_conversations
 from nanorun.tasks.task import Conversation, Examples, TaskFilesMissing
 
+MAX_REPEAT = 1_000
+MAX_EXAMPLES = 10**8  # of a mixture, repeated ones included
+
 
 class Mixture:
     def __init__(self, parts: Sequence[Examples], seed: int = 0, name: str = "mixture") -> None:
         self.parts, self.name = list(parts), name
         self._ends = list(accumulate(len(part) for part in self.parts))
+        if self._ends and self._ends[-1] > MAX_EXAMPLES:
+            raise UserError(
+                f"The mixture '{name}' has {self._ends[-1]:,} examples (at most {MAX_EXAMPLES:,}): repeat less."
+            )
         self._order = shuffled(self._ends[-1] if self._ends else 0, seed)
 
     def __len__(self) -> int:
@@ -89,8 +96,10 @@ class MixtureEntry:
     repeat: int = 1
 
     def __post_init__(self) -> None:
-        if self.repeat < 1:
-            raise UserError(f"'{self.task}' of a mixture has repeat {self.repeat}: it must be at least 1.")
+        if not 1 <= self.repeat <= MAX_REPEAT:
+            raise UserError(
+                f"'{self.task:.100}' of a mixture has repeat {self.repeat}: it must be from 1 to {MAX_REPEAT:,}."
+            )
 
     @property
     def label(self) -> str:

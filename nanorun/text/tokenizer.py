@@ -383,10 +383,10 @@ def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
     missing = sum(bytes([b]) not in ranks for b in range(256))
     if missing:
         raise fail(f"lacks {missing} of the 256 single bytes")
-    if odd := next((token for token in special if not _SPECIAL_NAME.fullmatch(token)), None):
-        raise fail(f"has a special token named {odd!r}")
-    if lacking := next((token for token in (bos, *CHAT_TOKENS) if token not in special), None):
-        raise fail(f"lacks the special token {lacking!r}")
+    if odd := [token for token in special if not _SPECIAL_NAME.fullmatch(token)]:
+        raise fail(f"has a special token named {odd[0]!r:.80}")
+    if lacking := [token for token in (bos, *CHAT_TOKENS) if token not in special]:
+        raise fail(f"lacks the special token {lacking[0]!r:.80}")
     if len(set(special.values())) < len(special):
         raise fail("gives two special tokens the same id")
     if min(special.values()) < len(ranks):

@@ -132,6 +132,10 @@ class OutOfData(Exception):
     """All epochs are done."""
 
 
+class DataUnavailable(UserError):
+    """The next batch cannot be loaded, such as from a shard that was damaged or removed. The weights are intact."""
+
+
 class StepInterrupted(Exception):
     """The step was interrupted by a stop request. It has no effect and will run again from its start."""
 
@@ -140,7 +144,10 @@ def train_step(t: Training) -> Step:
     """One step. Where epochs are counted, the last step may be a short one."""
     start = time.perf_counter()
     hyperparameters = schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
-    batches: list[Batch] = list(islice(t.loader, t.grad_accum_steps))
+    try:
+        batches: list[Batch] = list(islice(t.loader, t.grad_accum_steps))
+    except UserError as error:
+        raise DataUnavailable(str(error)) from error
     if not batches:
         raise OutOfData
     trained = sum(batch.trained_tokens for batch in batches)
@@ -221,7 +228,7 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 save(t)
                 log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
-            except UserError:  # no data, such as a shard that was removed or damaged: keep the steps so far
+            except DataUnavailable:
                 if t.step and t.step not in checkpoint.steps(t.run.checkpoints):
                     save(t)
                 raise
