@@ -120,7 +120,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__} at {Path(ours[-1].filename).name}:{ours[-1].lineno}: {str(error)[:120]}"
 
 
-def run_worker(name: str, count: int, seed: int, progress: str) -> None:
+def run_worker(name: str, count: int, seed: int, first: int, progress: str) -> None:
     import parsers  # noqa: F401 - its size is not part of the limit
 
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what the parsers say, for the rest of the process
@@ -129,7 +129,7 @@ def run_worker(name: str, count: int, seed: int, progress: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     handle = os.open(progress, os.O_WRONLY)
     with tempfile.TemporaryDirectory(dir=scratch()) as folder:
-        print(json.dumps(fuzz(name, count, seed, Path(folder), handle)), flush=True)
+        print(json.dumps(fuzz(name, count, seed, Path(folder), handle, first)), flush=True)
 
 
 def scratch() -> str | None:
@@ -137,23 +137,17 @@ def scratch() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def supervise(name: str, count: int, seed: int) -> dict[str, Any]:
+def supervise(name: str, count: int, seed: int, first: int) -> dict[str, Any]:
     """Runs a worker, and kills it if it makes no progress."""
     with tempfile.NamedTemporaryFile() as progress, tempfile.TemporaryFile() as out:
-        command = [
-            sys.executable,
-            __file__,
-            "--worker",
-            "--parser",
-            name,
-            "--count",
-            str(count),
-            "--seed",
-            str(seed),
-        ]
+        numbers = {"--count": count, "--seed": seed, "--first": first}
+        arguments = [str(word) for pair in numbers.items() for word in pair]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
         worker = subprocess.Popen(
-            [*command, "--progress", progress.name], stdout=out, stderr=subprocess.DEVNULL, env=environment
+            [sys.executable, __file__, "--worker", "--parser", name, *arguments, "--progress", progress.name],
+            stdout=out,
+            stderr=subprocess.DEVNULL,
+            env=environment,
         )
         before, since = b"", time.monotonic()
         while worker.poll() is None:
@@ -174,7 +168,12 @@ def supervise(name: str, count: int, seed: int) -> dict[str, Any]:
             if worker.returncode == -signal.SIGKILL
             else f"exit {worker.returncode}"
         )
-        return {"parser": name, "inputs": number + 1, "failed": 1, "failures": {fault: {"number": number}}}
+        return {
+            "parser": name,
+            "inputs": number - first + 1,
+            "failed": 1,
+            "failures": {fault: {"number": number}},
+        }
 
 
 def show_one(name: str, seed: int, number: int) -> None:
@@ -195,12 +194,13 @@ def main() -> None:
     options.add_argument("--count", type=int, default=40_000, help="inputs for each parser")
     options.add_argument("--parser", action="append", help="this one alone (may be repeated)")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--first", type=int, default=0, help="the number of the first input")
     options.add_argument("--only", type=int, help="this input alone, in this process")
     options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--progress", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.worker:
-        run_worker(chosen.parser[0], chosen.count, chosen.seed, chosen.progress)
+        run_worker(chosen.parser[0], chosen.count, chosen.seed, chosen.first, chosen.progress)
         return
     if chosen.only is not None:
         show_one(chosen.parser[0], chosen.seed, chosen.only)
@@ -211,7 +211,7 @@ def main() -> None:
     print(f"{'parser':12}" + "".join(f"{column:>12}" for column in columns), flush=True)
     results = []
     for name in chosen.parser or PARSERS:
-        results.append(supervise(name, chosen.count, chosen.seed))
+        results.append(supervise(name, chosen.count, chosen.seed, chosen.first))
         print(f"{name:12}" + "".join(f"{results[-1].get(column, 0):>12,}" for column in columns), flush=True)
         for fault, about in results[-1]["failures"].items():
             print(f"    input {about['number']}: {fault}", flush=True)

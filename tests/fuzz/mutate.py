@@ -81,7 +81,7 @@ def _edit(dice: random.Random, value: Any) -> Any:
         if kind == 0:
             del value[at]
         elif kind == 1:
-            value[at:at] = [value[at]] * dice.choice((1, 2, 1000))
+            value[at:at] = [_if_small(value[at])] * dice.choice((1, 2, 1000))
         elif kind == 2:
             value.insert(at, odd_value(dice))
         else:
@@ -98,8 +98,13 @@ def _edit(dice: random.Random, value: Any) -> Any:
     return odd_value(dice, value)
 
 
+def _if_small(value: Any) -> Any:
+    """What is repeated must not have been repeated before."""
+    return value if len(json.dumps(value)) < 1000 else None
+
+
 def odd_value(dice: random.Random, old: Any = None) -> Any:
-    kind = dice.randrange(10)
+    kind, old = dice.randrange(10), _if_small(old)
     if kind < 3:
         return dice.choice(NUMBERS)
     if kind < 5:
