@@ -3,6 +3,7 @@
 # make test       lint, types and all but the slow tests, in less than 15 minutes on two cores
 # make test-all   make test, then the slow tests (make test-slow), in less than an hour
 # make test-gpu   GPU tests, with .venv if make test made it, else python3; installs nothing; JOBS=1: one at a time
+# make fuzz       mutated files and requests for every parser; COUNT=40000: inputs for each
 # make lint       ruff, mypy and the import rules;  make format: ruff formats and fixes
 # make clean      remove the virtual environment and caches (never your data)
 
@@ -28,7 +29,7 @@ GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/inst
 GPU_TESTS := $(LONG) $(filter-out $(LONG),$(wildcard tests/gpu/test_*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help speedrun check check-tests test test-slow test-all test-gpu lint format clean
+.PHONY: help speedrun check check-tests test test-slow test-all test-gpu fuzz lint format clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -58,6 +59,12 @@ test-gpu:
 
 %.gpu:
 	$(GPU_PYTHON) -m pytest $* || test $$? -eq 5  # 5: nothing in it for this machine
+
+# Some 20 minutes on one core for the default; SEED chooses other inputs.
+COUNT ?= 40000
+SEED  ?= 0
+fuzz: $(VENV)/installed-dev
+	$(BIN)/python tests/fuzz/fuzzer.py --count $(COUNT) --seed $(SEED)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -36,12 +36,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanorun import console, home
+from nanorun import console, home, runs
 from nanorun.errors import UserError
+from nanorun.json_files import load_json
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-STATE, CHECKSUMS = "state.json", "checksums.json"
-FILES = (MODEL, OPTIMIZER, STATE)
+FILES = MODEL, OPTIMIZER, STATE = runs.CHECKPOINT_FILES
+CHECKSUMS = runs.CHECKSUMS
+_STATE_BYTES = 1 << 26
+_STATE_SHAPE = {"format": str, "version": int, "step": int, "state": dict}
 _OVERHEAD = 1 << 20  # headers, checksums and file system blocks
 
 _DTYPES: dict[torch.dtype, str] = {  # their names in safetensors
@@ -112,17 +114,19 @@ def load(path: Path) -> Checkpoint:
     from safetensors.torch import load_file
 
     try:
-        record = json.loads((path / STATE).read_bytes())
+        record = load_json(path / STATE, _STATE_SHAPE, max_bytes=_STATE_BYTES)
         if record["format"] != "nanorun-checkpoint" or record["version"] != 1:
             raise UserError(
                 f"{path} has format {record['format']} {record['version']}, which this version cannot read: "
                 "use the nanorun version that wrote it."
             )
         step, state = record["step"], record["state"]
+        if path.name.isdecimal() and step != int(path.name):
+            raise ValueError(f"{STATE} is of step {step}")
         model, optimizer = load_file(path / MODEL), load_file(path / OPTIMIZER)
         for what, tensors in (("the model", model), ("the optimizer", optimizer)):
             _check_finite(what, tensors)
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         raise Damaged(f"it cannot be read: {error}") from error
     except NonFinite as error:
         raise Damaged(str(error)) from error
@@ -206,6 +210,16 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(state: Mapping[str, Tensor]) -> None:
+    """Sets the generators to a saved state. UserError if it is none."""
+    try:
+        _restore_rng(state)
+    except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise UserError(
+            f"The saved state of the random number generators is damaged ({error}): use an earlier checkpoint."
+        ) from error
+
+
+def _restore_rng(state: Mapping[str, Tensor]) -> None:
     version, *numbers = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(numbers), gauss[0] if gauss else None))
@@ -325,12 +339,12 @@ def _write(path: Path, parts: Iterable[memoryview | bytes]) -> dict[str, Any]:
 def _check_sizes(path: Path) -> dict[str, str]:
     """The checksum of each file, if all have the length that checksums.json says."""
     try:
-        files = json.loads((path / CHECKSUMS).read_bytes())["files"]
-        entries = {name: (int(files[name]["bytes"]), files[name]["sha256"]) for name in FILES}
+        files = load_json(path / CHECKSUMS, runs.CHECKSUMS_SHAPE)["files"]
+        entries = {name: (files[name]["bytes"], files[name]["sha256"]) for name in FILES}
     except FileNotFoundError:
         raise Damaged(f"{CHECKSUMS} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{CHECKSUMS} cannot be read") from error
+    except ValueError as error:
+        raise Damaged(f"{CHECKSUMS} cannot be read: {error}") from error
     for name, (length, _) in entries.items():
         if not (path / name).is_file():
             raise Damaged(f"{name} is missing")

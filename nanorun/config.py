@@ -10,7 +10,6 @@ Every idea of the ladder is one field here, read by the plain model and by the f
 it was.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nanorun.errors import UserError
+from nanorun.json_files import has_type, shown, type_name
 
 VOCAB_MULTIPLE = 64
 REFERENCE_BATCH = 2**19  # tokens; the learning rates below were tuned at this batch size ...
@@ -64,14 +64,7 @@ class ModelConfig:
     dropout: float = 0.0  # of embeddings and of the outputs of attention and MLP, in training
 
     def __post_init__(self) -> None:
-        sizes = (self.depth, self.dim, self.heads, self.kv_heads, self.mlp_ratio)
-        if min(sizes) < 1 or self.context < 2 or self.vocab_size < 2:
-            raise UserError(
-                f"A model of depth {self.depth}, width {self.dim}, context {self.context} and vocabulary "
-                f"{self.vocab_size} cannot be built."
-            )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout is {self.dropout}: it is a probability from 0 to less than 1.")
+        _check_ranges(self)
         if not self.windows or set(self.windows) - set("SL"):
             raise UserError(
                 f"windows is {self.windows!r}: it is made of S (short) and L (long), such as SSSL."
@@ -171,6 +164,9 @@ class OptimConfig:
     warmdown: float = 0.65  # fraction of the run over which the learning rate falls
     final_lr_fraction: float = 0.05
 
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+
     def learning_rates(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name.endswith("_lr")}
 
@@ -207,8 +203,39 @@ class TrainConfig:
     reuse_tails: bool = True
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch_tokens, self.save_every, self.keep_checkpoints) < 1:
-            raise UserError("Steps, batch tokens, save_every and keep_checkpoints must each be at least 1.")
+        _check_ranges(self)
+
+
+# The values of numeric fields that make sense, first and last included.
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("depth", "mlp_ratio"), (1, 1024)),
+    **dict.fromkeys(("dim", "heads", "kv_heads"), (1, 2**17)),
+    "vocab_size": (2, 2**20),
+    "context": (2, 2**24),
+    "short_window": (1, 2**24),
+    "rope_base": (1.0, 1e12),
+    "qk_gain": (1e-3, 1e6),
+    "softcap": (0.0, 1e6),  # 0: none
+    "dropout": (0.0, 0.99),
+    **dict.fromkeys((f.name for f in fields(OptimConfig) if f.name.endswith("_lr")), (0.0, 1e3)),
+    "matrix_weight_decay": (0.0, 1e3),
+    **dict.fromkeys(("beta2", "warmdown", "final_lr_fraction"), (0.0, 1.0)),
+    "max_grad_norm": (1e-9, 1e9),
+    **dict.fromkeys(("warmup_steps", "eval_every"), (0, 10**9)),
+    **dict.fromkeys(("steps", "save_every", "keep_checkpoints"), (1, 10**9)),
+    **dict.fromkeys(("batch_tokens", "eval_tokens"), (1, 10**12)),
+    "minutes": (1e-6, 1e9),
+    "save_minutes": (0.0, 1e9),
+    "seed": (0, 2**63 - 1),
+}
+
+
+def _check_ranges(part: ModelConfig | OptimConfig | TrainConfig) -> None:
+    for name, value in vars(part).items():
+        low, high = _RANGES.get(name, (None, None))
+        if low is not None and high is not None and value is not None and not low <= value <= high:
+            limits = f"{low:,} to {high:,}" if isinstance(low, int) else f"{low:g} to {high:g}"
+            raise UserError(f"{name} is {value}: it must be from {limits}.")
 
 
 @dataclass(frozen=True)
@@ -218,7 +245,7 @@ class Config:
     train: TrainConfig
     data: str = "sample"
     tokenizer: str = "sample"
-    kind: str = "base"
+    kind: Literal["base", "sft", "rl"] = "base"
 
     @property
     def tokens(self) -> int:
@@ -257,7 +284,7 @@ _RENAMED_FIELDS = {
 
 def _build(part: str, kind: type, record: Any) -> Any:
     if not isinstance(record, Mapping):
-        raise UserError(f"The configuration's {part} is {_shown(record)}: it must hold settings by name.")
+        raise UserError(f"The configuration's {part} is {shown(record)}: it must hold settings by name.")
     record = {
         _RENAMED_FIELDS.get(name, re.sub("_rate$", "_lr", name)): value
         for name, value in record.items()
@@ -274,41 +301,27 @@ def _build(part: str, kind: type, record: Any) -> Any:
         if is_dataclass(hints[name]):
             record[name] = _build(name, hints[name], value)
         else:
-            _check(name, value, hints[name])
+            check_field(name, value, hints[name])
     return kind(**record)
 
 
-_JSON_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {  # accepted types, and their name in an error
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "text"),
-    bool: ((bool,), "true or false"),
-}
-
-
-def _check(name: str, value: Any, hint: Any) -> None:
+def check_field(name: str, value: Any, hint: Any) -> None:
     """Raises if a value from JSON does not have the field's type."""
     if get_origin(hint) is Literal:
-        if value not in get_args(hint):
+        if not isinstance(value, str) or value not in get_args(hint):
             choices = ", ".join(get_args(hint))
-            raise UserError(f"The configuration's {name} is {_shown(value)}: choose among {choices}.")
+            raise UserError(f"The configuration's {name} is {shown(value)}: choose among {choices}.")
         return
     kinds = get_args(hint) or (hint,)  # two of them for `int | None`
     if value is None and type(None) in kinds:
         return
-    types, expected = _JSON_TYPES[next(kind for kind in kinds if kind is not type(None))]
-    has_type = isinstance(value, types) and isinstance(value, bool) == (bool in types)
-    if not has_type or (isinstance(value, float) and not math.isfinite(value)):
-        raise UserError(f"The configuration's {name} is {_shown(value)}: it must be {expected}.")
+    expected = next(kind for kind in kinds if kind is not type(None))
+    if not has_type(value, expected):
+        raise UserError(f"The configuration's {name} is {shown(value)}: it must be {type_name(expected)}.")
 
 
 def _listed(names: Sequence[str]) -> str:
     return " and no ".join([", no ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)

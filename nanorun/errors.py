@@ -5,17 +5,8 @@ code 2; a program that imports nanorun catches it like any exception. Any other 
 traceback.
 """
 
-import json
-
 
 class UserError(Exception):
     """One sentence for the user: what is wrong, with the value, and what to do."""
 
     exit_code = 2
-
-
-def describe_json_error(error: ValueError) -> str:
-    """Where and why parsing failed."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"line {error.lineno}, column {error.colno}"
-    return "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

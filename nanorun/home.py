@@ -56,8 +56,8 @@ def runs_dir() -> Path:
 def check_name(name: str, what: str) -> str:
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"{name!r} cannot name a {what}: use at most 64 letters, digits, '.', '_' and '-', starting with a letter "
-            "or digit."
+            f"{name!r:.100} cannot name a {what}: use at most 64 letters, digits, '.', '_' and '-', starting with a "
+            "letter or digit."
         )
     return name
 

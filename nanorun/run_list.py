@@ -5,7 +5,6 @@ before the folder itself is renamed: if the process is killed in between, the sa
 and remove hold the locks of all runs that they change.
 """
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -17,20 +16,27 @@ from nanorun import home
 from nanorun.config import Config
 from nanorun.console import command
 from nanorun.errors import UserError
+from nanorun.json_files import load_json
 from nanorun.resume import training_steps
 from nanorun.runs import (
+    CHECKPOINT_FILES,
     CHECKPOINTS,
+    CHECKSUMS,
+    CHECKSUMS_SHAPE,
     COMMAND,
     CONFIG,
     EXAM,
+    EXAM_SHAPE,
     LOCK,
     SUMMARY,
     TIME_FORMAT,
     RunInfo,
     list_runs,
+    load_config,
     locked,
     read_arguments,
     read_config,
+    read_figures,
     read_metrics,
     read_owner,
     read_summary,
@@ -54,8 +60,7 @@ def list_records() -> list[dict[str, Any]]:
 
 def show_record(name: str) -> dict[str, Any]:
     """Everything about one run."""
-    config = read_config(name)
-    parameters = Config.from_dict(config).model.total_parameters
+    config, parameters = read_config(name), load_config(name).model.total_parameters
     folder = home.runs_dir() / name
     record = next(record for record in list_records() if record["name"] == name)
     commands = {"chat": command(f"chat --model {name}")} if record["steps"] and not record["error"] else {}
@@ -64,14 +69,14 @@ def show_record(name: str) -> dict[str, Any]:
         started_by = command(f"train base --config {folder / CONFIG} --name {name}")
     if started_by is not None:
         commands["started by" if record["finished"] else "resume"] = started_by
-    exam = _read(folder / EXAM)
+    exam = _read_exam(folder)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != LOCK]
     return {
         **record,
         "config": config,
         "parameters": parameters,
-        "summary": read_summary(folder),
-        "exam": exam.get("tasks", []) if exam.get("step") == record["steps"] else [],
+        "summary": read_figures(folder),
+        "exam": exam["tasks"] if exam.get("step") == record["steps"] else [],
         "children": children_of(name),
         "folder": str(folder),
         "files": [str(path) for path in sorted(files, key=lambda path: path.suffix != ".png")],
@@ -118,7 +123,7 @@ def check_removal(names: Sequence[str]) -> dict[str, Any]:
         for child in children_of(name):
             if child in names:
                 continue
-            if not read_summary(home.runs_dir() / child):
+            if not read_figures(home.runs_dir() / child):
                 raise UserError(
                     f"'{name}' is the parent of '{child}', which has not finished and needs it to resume: finish "
                     f"'{child}' first, or remove it as well."
@@ -148,13 +153,14 @@ def _record(run: RunInfo, parents: dict[str, str | None]) -> dict[str, Any]:
         "stage": run.stage,
         "steps": run.checkpoint or 0,
         "planned_steps": training_steps(config),
-        "finished": bool(read_summary(folder)),
+        "finished": bool(read_figures(folder)),
         "in_use_by": read_owner(folder),
         "scores": _scores(folder, run.checkpoint),
         "bytes": _size(folder),
         "trained": time.strftime(TIME_FORMAT, time.gmtime(run.trained)),
         "lineage": _lineage(run.name, parents),
         "error": run.config_error or _fault(folder, config, run.checkpoint),
+        "warning": _summary_fault(folder),
     }
 
 
@@ -168,11 +174,11 @@ def _lineage(name: str, parents: dict[str, str | None]) -> list[str]:
 
 def _scores(folder: Path, checkpoint: int | None) -> dict[str, float]:
     """The final figures, or those of the last evaluation so far; the exam's, if it is of this checkpoint."""
-    figures = read_summary(folder)
+    figures = read_figures(folder)
     if not figures:
         evaluations = read_metrics(folder, containing=b'"kind": "eval"')
         figures = {key: value for record in evaluations for key, value in record.items()}
-    exam = _read(folder / EXAM)
+    exam = _read_exam(folder)
     if exam.get("step") == checkpoint:
         figures = figures | {"chatcore": exam.get("chatcore")}
     return {name: figures[name] for name in _SCORES if isinstance(figures.get(name), float)}
@@ -193,11 +199,19 @@ def _fault(folder: Path, config: dict[str, Any], checkpoint: int | None) -> str:
     )
 
 
+def _summary_fault(folder: Path) -> str:
+    try:
+        read_summary(folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def _is_complete(checkpoint: Path) -> bool:
     try:
-        files = _read(checkpoint / "checksums.json")["files"]
-        return all((checkpoint / name).stat().st_size == files[name]["bytes"] for name in files)
-    except (OSError, KeyError, TypeError):
+        files = load_json(checkpoint / CHECKSUMS, CHECKSUMS_SHAPE)["files"]
+        return all((checkpoint / name).stat().st_size == files[name]["bytes"] for name in CHECKPOINT_FILES)
+    except (OSError, ValueError):
         return False
 
 
@@ -211,13 +225,13 @@ def _size(folder: Path) -> int:
     return size
 
 
-def _read(path: Path) -> Any:
-    """A JSON object; empty if there is none."""
+def _read_exam(folder: Path) -> dict[str, Any]:
+    """The scores of the speedrun's exam; empty if there are none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        exam: dict[str, Any] = load_json(folder / EXAM, EXAM_SHAPE)
+        return exam
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _change_parent(child: Path, old: str, new: str) -> None:
@@ -230,7 +244,7 @@ def _change_parent(child: Path, old: str, new: str) -> None:
 
 
 def _change_summary(folder: Path, key: str, old: str, new: str) -> None:
-    summary = read_summary(folder)
+    summary = read_figures(folder)
     if summary.get(key) == old:
         write_json(folder / SUMMARY, {**summary, key: new})
 

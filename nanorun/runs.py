@@ -33,17 +33,61 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from nanorun import console, home, resume
-from nanorun.errors import UserError, describe_json_error
+from nanorun.config import Config
+from nanorun.errors import UserError
+from nanorun.json_files import check_shape, load_json, parse_json, read_json, read_lines
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 CHECKPOINTS, COMMAND, LOCK = "checkpoints", "command.json", "lock"
+CHECKSUMS, CHECKPOINT_FILES = "checksums.json", ("model.safetensors", "optimizer.safetensors", "state.json")
 EXAM = "exam.json"  # the scores of the speedrun's exam
 SYNC_EVERY = 5.0  # seconds of metrics that a power failure may lose; a killed process loses nothing
 STAGES = ("base", "mid", "sft", "rl")  # mid is a run of kind sft on a mixture for midtraining
 CHAT_KINDS = ("sft", "rl")  # kinds of run whose models answer questions
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"  # UTC, in summary.json and the lock
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_MAX_LINE = 1 << 20  # of metrics.jsonl
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+# The types of what is read back (json_files.py). Config.from_dict checks the rest of a configuration.
+CONFIG_SHAPE = {
+    **dict.fromkeys(("kind?", "data?", "tokenizer?"), str),
+    "parent?": (str, None),
+    **dict.fromkeys(("model?", "optim?", "train?"), dict),
+    "warm_start?": bool,
+    "epochs?": (int, None),
+    "mixture?": {"name": str},
+    "rl?": {"parent": str, "parent_step?": int, "tasks?": [str]},
+}
+_FIGURE = (float, str, None)  # a string: NaN or infinite
+_FIGURES = (
+    "loss tokens seconds tokens_per_s mfu memory_gib lr_scale grad_norm data_wait_s val_bpb val_loss val_tokens "
+    "chatcore reward length entropy rollout_tokens_per_s train_tokens_per_s val_reward"
+).split()
+METRICS_SHAPE = {"kind?": str, "step?": int, **{f"{name}?": _FIGURE for name in _FIGURES}}
+_SAMPLE = {
+    "prompt?": str,
+    "text?": str,
+    "question?": str,
+    "reward?": float,
+    "reply?": [{"type": str, "text": str}],
+}
+SUMMARY_SHAPE = {
+    **dict.fromkeys(("name?", "kind?", "finished?", "device?", "torch?"), str),
+    "parent?": (str, None),
+    **dict.fromkeys(("depth?", "steps?", "tokens?", "skipped_steps?", "parent_step?"), int),
+    **{f"{name}?": _FIGURE for name in (*_FIGURES, "train_loss", "peak_gib", "first_reward", "last_reward")},
+    "seconds?": float,
+    "val_reward_before?": _FIGURE,
+    "before?": dict,
+    "tasks?": [str],
+    "samples?": [_SAMPLE],
+    "planned?": [{"what": str, "planned": (float, None), "happened": (float, None), "ratio?": (float, None)}],
+}
+CHECKSUMS_SHAPE = {"files": {name: {"bytes": int, "sha256": str} for name in CHECKPOINT_FILES}}
+_SCORE = {"task": str, "n": int, **dict.fromkeys(("accuracy", "low", "high"), (float, None))}
+EXAM_SHAPE = {"step": int, "chatcore?": (float, None), "tasks": [_SCORE]}
 
 
 class Run:
@@ -97,7 +141,13 @@ class Run:
         path = self.folder / METRICS
         if self._metrics is None:
             self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        size_before = os.fstat(self._metrics).st_size
+        about = os.fstat(self._metrics)
+        size_before = about.st_size
+        if not about.st_nlink:
+            raise UserError(
+                f"{path} was removed while '{self.name}' was training, which ends it: restore the folder from a copy, "
+                "or run the same command again to start over."
+            )
         try:
             while line:
                 line = line[os.write(self._metrics, line) :]
@@ -119,12 +169,18 @@ class Run:
         if not path.exists():
             return 0
         self._close_metrics()
-        lines = path.read_bytes().splitlines(keepends=True)
-        records = [(line, _parse(line)) for line in lines]
-        kept = [line for line, r in records if r is not None and r.get("step", -math.inf) <= step]
-        if len(kept) < len(lines):
+        kept, lines, damaged = list[bytes](), 0, 0
+        for line in read_lines(path, _MAX_LINE):
+            lines += 1
+            record = _parse(line)
+            if record is not None and record.get("step", -math.inf) <= step:
+                kept.append(line)
+            damaged += record is None and line.endswith(b"\n")  # without an end, a crash left it incomplete
+        if damaged:
+            console.say(f"{path}: leaving out {damaged} damaged line{'s' * (damaged > 1)}")
+        if len(kept) < lines:
             home.replace_file(path, b"".join(kept))
-        return len(lines) - len(kept)
+        return lines - len(kept)
 
     def write_summary(self, record: Mapping[str, Any]) -> None:
         write_json(self.folder / SUMMARY, _to_json(record))
@@ -204,9 +260,9 @@ def list_runs() -> list[RunInfo]:
 
 def _trained_at(folder: Path, checkpoint: int | None) -> float:
     """From the summary where the run has finished: a copy of the files has other times."""
-    summary = read_summary(folder)
+    summary = read_figures(folder)
     if checkpoint is not None and summary.get("steps") == checkpoint:
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             return datetime.fromisoformat(str(summary.get("finished"))).timestamp()
     last = folder / (METRICS if checkpoint is None else f"{CHECKPOINTS}/{checkpoint:06d}")
     return (last if last.exists() else folder).stat().st_mtime
@@ -236,34 +292,46 @@ def default_runs(prefer_chat: bool = False) -> list[str]:
 
 
 def read_config(name: str) -> dict[str, Any]:
+    """The content of a run's config.json, of which only the types have been checked."""
     path = home.runs_dir() / name / CONFIG
+    if not os.path.exists(path):  # False also for a name that no file can have
+        raise _no_such_run(name)
+    record: dict[str, Any] = read_json(
+        path, "restore it from a copy, or start over with --fresh", CONFIG_SHAPE, max_bytes=1 << 20
+    )
+    return record
+
+
+def load_config(name: str) -> Config:
+    """The configuration of a run."""
+    record = read_config(name)
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record, dict):
-            raise ValueError("not a JSON object")
-        return record
-    except FileNotFoundError:
-        raise _no_such_run(name) from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
-    except ValueError as error:
-        raise UserError(
-            f"{path} is damaged ({describe_json_error(error)}): restore it from a copy, or start over with --fresh."
-        ) from error
+        return Config.from_dict(record)
+    except UserError as error:
+        raise UserError(f"{home.runs_dir() / name / CONFIG}: {error}") from error
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The final figures of a run; empty if it has not finished."""
-    try:
-        record = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The final figures of a run; empty if it has not finished. UserError if the file is damaged."""
+    if not (folder / SUMMARY).exists():
         return {}
-    return record if isinstance(record, dict) else {}
+    remedy = "the command that trained the run writes it again"
+    record: dict[str, Any] = read_json(folder / SUMMARY, remedy, SUMMARY_SHAPE)
+    return record
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """The same for a list of runs: a damaged file is as good as none."""
+    try:
+        return read_summary(folder)
+    except UserError:
+        return {}
 
 
 def trained_config(name: str) -> dict[str, Any]:
     """The configuration of a run that has a checkpoint; empty for any other name."""
-    has_checkpoint = any((home.runs_dir() / name / CHECKPOINTS).glob("[0-9]*"))
+    folder = home.runs_dir() / name / CHECKPOINTS
+    has_checkpoint = os.path.isdir(folder) and any(folder.glob("[0-9]*"))
     return read_config(name) if has_checkpoint else {}
 
 
@@ -275,10 +343,10 @@ def resume_command(name: str) -> str | None:
 
 def read_arguments(folder: Path) -> list[str]:
     try:
-        arguments = json.loads((folder / COMMAND).read_text(encoding="utf-8"))
+        arguments: list[str] = load_json(folder / COMMAND, [str])
+        return arguments
     except (OSError, ValueError):
         return []
-    return [str(argument) for argument in arguments] if isinstance(arguments, list) else []
 
 
 def read_metrics(folder: Path, containing: bytes = b"") -> Iterator[dict[str, Any]]:
@@ -286,14 +354,13 @@ def read_metrics(folder: Path, containing: bytes = b"") -> Iterator[dict[str, An
     path = folder / METRICS
     if not path.exists():
         return
-    with open(path, "rb") as file:
-        for line in file:
-            record = _parse(line) if containing in line else None
-            if record is not None:
-                yield {
-                    key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-                    for key, value in record.items()
-                }
+    for line in read_lines(path, _MAX_LINE):
+        record = _parse(line) if containing in line else None
+        if record is not None:
+            yield {
+                key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+                for key, value in record.items()
+            }
 
 
 def write_json(path: Path, record: Any) -> None:
@@ -340,7 +407,7 @@ def read_owner(folder: Path) -> str | None:
 def _no_such_run(name: str) -> UserError:
     folder = home.runs_dir()
     known = ", ".join(sorted(path.parent.name for path in folder.glob(f"[!.]*/{CONFIG}"))) or "none yet"
-    return UserError(f"There is no run '{name}' in {folder} (existing runs: {known}).")
+    return UserError(f"There is no run '{name:.100}' in {folder} (existing runs: {known}).")
 
 
 def _take_lock(folder: Path, remedy: str) -> IO[bytes]:
@@ -387,9 +454,10 @@ def _release_lock(handle: IO[bytes]) -> None:
 def _read_owner(handle: IO[bytes]) -> str:
     handle.seek(0)
     try:
-        owner = json.loads(handle.read())
+        owner = parse_json(handle.read(1 << 16))
+        check_shape(owner, {"pid": int, "host": str, "started": str, "command": str})
         return f"process {owner['pid']} on {owner['host']} since {owner['started']} ({owner['command']})"
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         return "another process"  # which has not written its record yet
 
 
@@ -462,11 +530,13 @@ def _to_json(value: Any) -> Any:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a complete line, None for a partial one."""
+    """The record of a complete line, None for a partial or damaged one."""
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record: dict[str, Any] = parse_json(line)
+        check_shape(record, METRICS_SHAPE)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    texts = (value for name in _FIGURES if isinstance(value := record.get(name), str))
+    return record if all(text in _NOT_FINITE for text in texts) else None

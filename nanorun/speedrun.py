@@ -7,7 +7,6 @@ finished when its result exists under its final name, since results appear whole
 """
 
 import functools
-import json
 import os
 import time
 from collections.abc import Callable
@@ -22,8 +21,9 @@ from nanorun.console import command, say, seconds
 from nanorun.data import sample, vocabulary
 from nanorun.data.get import make_sample
 from nanorun.data.vocabulary import SAMPLE_DATA, SAMPLE_TOKENIZER, SAMPLE_VOCAB
+from nanorun.json_files import read_json
 from nanorun.provenance import record
-from nanorun.runs import CHECKPOINTS, EXAM, SUMMARY, write_json
+from nanorun.runs import CHECKPOINTS, EXAM, EXAM_SHAPE, SUMMARY, read_summary, write_json
 from nanorun.tables import table
 from nanorun.text.store import open_tokenizer
 
@@ -131,8 +131,8 @@ def run() -> dict[str, Any]:
         stages=records,
         seconds=round(time.perf_counter() - start, 3),
         home=str(home.home()),
-        **{stage: _read(home.runs_dir() / name / SUMMARY) for stage, name in runs.items()},
-        exams={name: _read(home.runs_dir() / name / EXAM) for name in (SFT, RL)},
+        **{stage: read_summary(home.runs_dir() / name) for stage, name in runs.items()},
+        exams={name: _read_exam(home.runs_dir() / name) for name in (SFT, RL)},
         answers=answers(QUESTIONS),
     )
 
@@ -216,9 +216,9 @@ def _exam(name: str) -> None:
     write_json(folder / EXAM, chat.evaluate_chat(options))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return stored
+def _read_exam(folder: Path) -> dict[str, Any]:
+    exam: dict[str, Any] = read_json(folder / EXAM, "remove it, and speedrun makes it again", EXAM_SHAPE)
+    return exam
 
 
 # -- the results -------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def fields_of(record: Record, header: Sequence[str], fields: Mapping[str, str]) 
 def _filled(text: str, record: Record) -> str:
     try:
         return text.format_map(record)
-    except (KeyError, TypeError):  # TypeError: None in a numeric format
+    except (KeyError, TypeError, ValueError):  # None or text in a numeric format
         return "–"
 
 
@@ -85,8 +85,12 @@ def tokenizers_table(result: Record) -> str:
 def run_summary(summary: Record) -> str:
     planned = [row for row in summary.get("planned", ()) if row["planned"] and row["happened"]]
     shown = fields_of(
-        {**summary, "took": seconds(summary["seconds"]), "skipped": summary["skipped_steps"] or None},
-        ["run", summary["name"]],
+        {
+            **summary,
+            "took": seconds(summary.get("seconds", 0)),
+            "skipped": summary.get("skipped_steps") or None,
+        },
+        ["run", summary.get("name", "?")],
         {
             "parent": "{parent}",
             "parameters": "{total_parameters:,} ({scaling_parameters:,} in matrices and head)",
@@ -109,6 +113,7 @@ def run_summary(summary: Record) -> str:
     samples = [
         f"  {s['prompt']}│{' ' * s['text'][:1].isspace()}{' '.join(s['text'].split())}"
         for s in summary["samples"]
+        if "prompt" in s and "text" in s
     ]
     return "\n".join([shown, "", "continuations after the bar:", *samples])
 
@@ -135,6 +140,7 @@ def runs_table(records: Sequence[Record]) -> str:
         },
     )
     notes = [f"'{record['name']}' is damaged: {record['error']}" for record in records if record["error"]]
+    notes += [record["warning"] for record in records if record["warning"] and not record["error"]]
     for record in records:
         if record["is_default"]:
             kind = "a base model: it continues text" if record["stage"] == "base" else "a chat model"
@@ -153,14 +159,15 @@ def run_page(record: Record) -> str:
         "mixture": config.get("mixture", {}).get("name"),
         "tasks": ", ".join(config.get("rl", {}).get("tasks", ())),
         "took": seconds(summary["seconds"]) if "seconds" in summary else None,
-        "batch_tokens": config["train"]["batch_tokens"] if "rl" not in config else None,
+        "batch_tokens": config["train"].get("batch_tokens") if "rl" not in config else None,
     }
-    exam = [row for row in record["exam"] if row["accuracy"] is not None]
+    exam = [row for row in record["exam"] if None not in (row["accuracy"], row["low"], row["high"])]
     shown = fields_of(
         {key: value for key, value in {**_run_fields(record), **more}.items() if value not in (None, "")},
         ["run", record["name"]],
         {
             "damaged": "{error}",
+            "summary": "{warning}",
             "stage": "{stage}",
             "lineage": "{lineage}",
             "parent of": "{children}",
@@ -300,18 +307,18 @@ def chat_table(result: Record) -> str:
 
 
 def rl_summary(summary: Record) -> str:
-    before = summary["val_reward_before"]
+    before = _filled(" (before: {val_reward_before:.3f})", summary).removeprefix("–")
     held_out = [key.removeprefix("val_") for key in summary if key.startswith("val_pass@")]
     shown = fields_of(
         {
             **summary,
-            "task_names": ", ".join(summary["tasks"]),
-            "took": seconds(summary["seconds"]),
-            "before": f" (before: {before:.3f})" if before is not None else "",
-            "passes": ", ".join(f"{key} {summary[f'val_{key}']:.3f}" for key in held_out),
-            "skipped": summary["skipped_steps"] or None,
+            "task_names": ", ".join(summary.get("tasks", ())),
+            "took": seconds(summary.get("seconds", 0)),
+            "before": before,
+            "passes": ", ".join(f"{key} {_filled(f'{{val_{key}:.3f}}', summary)}" for key in held_out),
+            "skipped": summary.get("skipped_steps") or None,
         },
-        ["run", summary["name"]],
+        ["run", summary.get("name", "?")],
         {
             "tasks": "{task_names}",
             "parent": "{parent}, step {parent_step}",
@@ -323,14 +330,14 @@ def rl_summary(summary: Record) -> str:
             "skipped": "{skipped:d} steps",
         },
     )
-    return "\n".join([shown, "", *(_example_reply(sample) for sample in summary["samples"][:5])])
+    return "\n".join([shown, "", *(_example_reply(sample) for sample in summary.get("samples", ())[:5])])
 
 
 def _example_reply(sample: Record) -> str:
     marks = {"text": "{}", "python": "«{}»", "output": "→ {} "}
-    reply = "".join(marks[part["type"]].format(part["text"]) for part in sample["reply"])
-    question = " ".join(sample["question"].split())
-    return f"  {question:.100} │ {' '.join(reply.split()):.200}  ({sample['reward']:g})"
+    reply = "".join(marks.get(part["type"], "{}").format(part["text"]) for part in sample.get("reply", ()))
+    question = " ".join(sample.get("question", "").split())
+    return f"  {question:.100} │ {' '.join(reply.split()):.200}  ({_filled('{reward:g}', sample)})"
 
 
 def core_table(result: Record) -> str:

@@ -158,5 +158,6 @@ def furnish(home: Path, model: GPT, name: str = "tiny-sft") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(folder)
     with Run.open(name, tiny_config().to_dict(), fresh=True) as run:
-        checkpoint.save(run.checkpoints, 7, model.state_dict(), {}, {})
+        state = {"tokenizer": byte_tokenizer().fingerprint}
+        checkpoint.save(run.checkpoints, 7, model.state_dict(), {}, state)
         run.write_summary({"name": name})

@@ -98,4 +98,5 @@ def _keep(home: Path, name: str, kind: str, model: GPT) -> None:
     folder.mkdir(parents=True)
     config = Config(model.config, OptimConfig(), TrainConfig(steps=1), "none", "bytes", kind)
     write_json(folder / "config.json", config.to_dict())
-    checkpoint.save(folder / "checkpoints", 1, model.state_dict(), {}, {})
+    state = {"tokenizer": byte_tokenizer().fingerprint}
+    checkpoint.save(folder / "checkpoints", 1, model.state_dict(), {}, state)

@@ -161,7 +161,7 @@ def test_training_in_an_empty_home_builds_the_sample_world_first(home):
     for change, words in (
         ({"depth": "x"}, 'depth is "x": it must be a whole number'),
         ({"heads": 3}, "evenly"),
-        ({"kv_heads": 0}, "cannot be built"),
+        ({"kv_heads": 0}, "kv_heads is 0: it must be from 1"),
     ):
         config.write_text(json.dumps({**record, "model": {**record["model"], **change}}))
         assert words in complaint(home, "train", "base", "--config", config, "--name", "third")
@@ -342,7 +342,7 @@ def test_without_a_command_the_help_is_shown(home):
         (["train", "base", "--flops", "nan"], "must be a number more than 0"),
         (["train", "base", "--ratio", "inf"], "must be a number more than 0"),
         (["train", "base", "--config", "LICENSE", "--depth", "3"], "derive a new configuration"),
-        (["train", "base", "--config", "LICENSE"], "is not JSON"),
+        (["train", "base", "--config", "LICENSE"], "is not a configuration (line 1"),
         (["bench", "infer", "--speculate", "draft"], "--speculate draft needs --draft"),
         (["bench", "infer", "--draft", "small"], "name it with --model"),
         (["bench", "infer", "--depth", "1", "--batch", "128", "--new", "2"], "too few to time"),

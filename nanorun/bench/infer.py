@@ -34,7 +34,7 @@ from nanorun.infer.load import load_model
 from nanorun.infer.model import InferenceGPT, inference_copy, rounded
 from nanorun.model.gpt import GPT, build
 from nanorun.provenance import record
-from nanorun.runs import read_config
+from nanorun.runs import load_config
 from nanorun.text.store import open_tokenizer
 
 VOCAB, CONTEXT = 32768, 2048
@@ -57,7 +57,7 @@ def bench_infer(
     depth: int | None, name: str | None, workload: InferenceWorkload, draft: str | None = None
 ) -> dict[str, Any]:
     """One row per batch size, reported on stderr as it is measured."""
-    _check(workload, Config.from_dict(read_config(name)).model.context if name is not None else CONTEXT)
+    _check(workload, load_config(name).model.context if name is not None else CONTEXT)
     details: dict[str, Any] = {}
     if name is not None:
         loaded = load_model(name)

@@ -23,6 +23,7 @@ from nanorun.chat.input import enable_bracketed_paste, read_message, terminal_wi
 from nanorun.chat.screen import Screen
 from nanorun.console import count, show_json
 from nanorun.errors import UserError
+from nanorun.json_files import load_json
 
 _SETTINGS: dict[str, type] = {
     "temperature": float,
@@ -279,11 +280,11 @@ class Terminal:
             raise UserError("Name a file: /load FILE")
         path = Path(name).expanduser()
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = load_json(path)
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}).") from error
-        except (ValueError, RecursionError):
-            raise UserError(f"{path} does not contain one conversation in JSON.") from None
+        except ValueError as error:
+            raise UserError(f"{path} does not contain one conversation in JSON ({error}).") from error
         conversation.load(record)
         self._file, self._truncated = None, False
         turns = len(conversation.turns)

@@ -14,7 +14,7 @@ from nanorun import home
 from nanorun.cli import options as opt
 from nanorun.console import command, say
 from nanorun.errors import UserError
-from nanorun.runs import read_summary
+from nanorun.runs import read_figures
 
 app = typer.Typer()
 
@@ -78,7 +78,7 @@ def make(
         arguments = ["chat", "--model", model, "-p", question]
         say(command(shlex.join(arguments)))
         answers.append({"question": question, "answer": _run(nanorun, arguments, as_json)})
-    summaries = {run: read_summary(home.runs_dir() / run) for run in {base, model}}
+    summaries = {run: read_figures(home.runs_dir() / run) for run in {base, model}}
     result = {
         "what": "make",
         "model": model,
@@ -106,7 +106,7 @@ def _questions(model: str, conversations: Path | None) -> list[str]:
     from nanorun.tasks.catalogue import open_examples
 
     if conversations is None:
-        samples = read_summary(home.runs_dir() / model).get("samples", [])
+        samples = read_figures(home.runs_dir() / model).get("samples", [])
         return [sample["prompt"] for sample in samples[:QUESTIONS]]
     examples = open_examples(str(conversations))
     first = (examples[index] for index in range(min(QUESTIONS, len(examples))))

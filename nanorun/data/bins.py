@@ -3,7 +3,7 @@
     256 little-endian int32: 20240520, 1, the number of tokens, zeros
     the tokens, uint16, each document after its delimiter (our BOS, GPT-2's <|endoftext|>)
 
-They are memory-mapped, so a corpus can be larger than memory.
+A unit of them is read at a time, so a corpus can be larger than memory.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from nanorun import home
 from nanorun.console import Progress
-from nanorun.data.dataset import Dataset, Shard, ShardWriter, Split, read_row_groups
+from nanorun.data.dataset import Dataset, Shard, ShardWriter, Split
+from nanorun.data.shards import read_row_groups
 from nanorun.errors import UserError
 from nanorun.hardware import usable_cores
 from nanorun.text.tokenizer import Tokenizer
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+MAX_TOKENS = 1 << 16  # different ones, in 16 bits
 SHARD_TOKENS = 100_000_000
 
 
@@ -36,17 +38,24 @@ def check_bin(path: Path) -> int:
     if header[1] != VERSION:
         raise ValueError(f"it is a token shard of version {header[1]}, not {VERSION}")
     expected = HEADER_BYTES + 2 * int(header[2])
-    if size != expected:
+    if size != expected or header[2] < 0:
         raise ValueError(f"it announces {header[2]} tokens, so {expected} bytes, but has {size}")
     return int(header[2])
 
 
-def read_bin(path: Path) -> NDArray[np.uint16]:
-    """The tokens of a shard as a read-only memory map. UserError for a file that is not a token shard."""
+def bin_tokens(path: Path) -> int:
+    """The number of tokens in a shard. UserError for a file that is not a token shard."""
     try:
-        count = check_bin(path)
+        return check_bin(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): download or make it again.") from error
     except ValueError as error:
         raise UserError(f"{path} cannot be read, {error}: download or make it again.") from error
+
+
+def read_bin(path: Path) -> NDArray[np.uint16]:
+    """The tokens of a shard as a read-only memory map. UserError for a file that is not a token shard."""
+    count = bin_tokens(path)
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
@@ -57,7 +66,7 @@ class BinWriter(ShardWriter):
 
     def __init__(self, folder: Path, split: Split, bos: int, first: int = 0) -> None:
         super().__init__(folder, split, first)
-        if not 0 <= bos < 1 << 16:
+        if not 0 <= bos < MAX_TOKENS:
             raise UserError(
                 f"The delimiter {bos} does not fit the 16-bit tokens of a token shard: use a smaller vocabulary."
             )
@@ -96,7 +105,7 @@ def tokenize_dataset(
     """Writes the documents of a dataset as token shards, in the same order and splits."""
     if dataset.kind != "parquet":
         raise UserError(f"'{dataset.name}' already holds tokens: name a dataset of text.")
-    if tokenizer.vocab_size > 1 << 16:
+    if tokenizer.vocab_size > MAX_TOKENS:
         raise UserError(
             f"The vocabulary of '{tokenizer.name}' is too large for 16-bit token shards: {tokenizer.vocab_size:,} "
             "tokens (at most 65,536)."
@@ -111,7 +120,7 @@ def tokenize_dataset(
         splits: tuple[Split, ...] = ("train", "val")
         for split in splits:
             with closing(BinWriter(folder, split, tokenizer.bos, first=len(shards))) as writer:
-                for texts in read_row_groups(dataset.files(split)):
+                for texts in read_row_groups(dataset, split):
                     sizes = [len(text.encode()) for text in texts]
                     tokens, offsets = tokenizer.encode_documents(texts, threads)
                     writer.add(tokens, offsets, sizes)

@@ -8,6 +8,7 @@ whatever an archive claims.
 
 import lzma
 import os
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from nanorun.console import Progress, command
 from nanorun.data.download import fetch
@@ -27,10 +28,12 @@ MARKER = "core.yaml"  # the file at the root of a bundle
 _STORED_AS = "eval_bundle.zip"
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz")
 _MAX_FILES = 20_000
-_MAX_BYTES = 2**30
+MAX_BYTES = 2**28  # of all files together
+_MAX_HEADER = 2**20  # bytes of a name in a tar
 _READ_ERRORS = (
     *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError),
     *(RuntimeError, NotImplementedError),  # zipfile, for passwords and unknown compression methods
+    *(ValueError, LookupError, struct.error, MemoryError, OverflowError),  # headers that make no sense
 )
 
 
@@ -81,7 +84,7 @@ def open_bundle(path: Path | None = None) -> Bundle:
         path = core_folder()
         if not path.exists():
             raise UserError(f"There is no CORE bundle in {path}: {_hint()}")
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"There is no {path}: --bundle names a folder with core.yaml, a .zip or a .tar.xz.")
     if path.is_dir():
         inside = [folder for folder in (path, path / "eval_bundle") if (folder / MARKER).is_file()]
@@ -94,7 +97,8 @@ def open_bundle(path: Path | None = None) -> Bundle:
     try:
         return _read_bundle(path)
     except _READ_ERRORS as error:
-        raise UserError(f"{path} is damaged ({error}): download it again.") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path} is damaged ({reason:.200}): download it again.") from error
 
 
 def _hint() -> str:
@@ -109,11 +113,11 @@ def _read_bundle(path: Path) -> Bundle:
     size = 0
     for count, (name, unpacked, file) in enumerate(_open_files(path), 1):
         if name.endswith((".yaml", ".csv", ".jsonl")) and not name.startswith("__MACOSX/"):
-            contents[name] = file.read(_MAX_BYTES + 1)
+            contents[name] = file.read(MAX_BYTES - size + 1)
             size += len(contents[name])
-        if count > _MAX_FILES or max(size, unpacked) > _MAX_BYTES:
+        if count > _MAX_FILES or max(size, unpacked) > MAX_BYTES:
             raise UserError(
-                f"{path} unpacks to more than {_MAX_FILES:,} files or {_MAX_BYTES >> 20:,} MiB: it is not a "
+                f"{path} unpacks to more than {_MAX_FILES:,} files or {MAX_BYTES >> 20:,} MiB: it is not a "
                 "CORE bundle."
             )
     roots = [name.removesuffix(MARKER) for name in contents if name.split("/")[-1] == MARKER]
@@ -122,6 +126,17 @@ def _read_bundle(path: Path) -> Bundle:
     root = min(roots, key=len)
     below = {name.removeprefix(root): text for name, text in contents.items() if name.startswith(root)}
     return Bundle(path, below)
+
+
+class _TarHeader(tarfile.TarInfo):
+    """tarfile reads a long name whole, into memory, however long it claims to be."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if header.size > _MAX_HEADER and header.type not in tarfile.REGULAR_TYPES:
+            raise tarfile.TarError(f"a header of {header.size:,} bytes, at most {_MAX_HEADER:,} are expected")
+        return header
 
 
 def _open_files(path: Path) -> Iterator[tuple[str, int, IO[bytes]]]:
@@ -138,11 +153,18 @@ def _open_files(path: Path) -> Iterator[tuple[str, int, IO[bytes]]]:
             for entry in archive.infolist():
                 with archive.open(entry) as content:
                     yield entry.filename, 0, content
-    elif tarfile.is_tarfile(path):
-        with tarfile.open(path) as tar:
+    else:
+        with _open_tar(path) as tar:
             for member in tar:
                 extracted = tar.extractfile(member) if member.isfile() else None
                 if extracted is not None:
                     yield member.name.removeprefix("./"), member.offset_data + member.size, extracted
-    else:
-        raise UserError(f"{path} is neither a folder, a .zip nor a .tar (.gz, .bz2, .xz): name a bundle.")
+
+
+def _open_tar(path: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(path, tarinfo=_TarHeader)
+    except tarfile.ReadError as error:
+        raise UserError(
+            f"{path} is neither a folder, a .zip nor a .tar (.gz, .bz2, .xz): name a bundle."
+        ) from error

@@ -8,21 +8,24 @@ unchanged.
 
 import hashlib
 import json
+import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from nanorun import home
 from nanorun.console import command
-from nanorun.errors import UserError, describe_json_error
+from nanorun.errors import UserError
+from nanorun.json_files import check_shape, read_json, shown
 
 MANIFEST = "dataset.json"
 ROW_GROUP_DOCUMENTS = 1000
 ROW_GROUP_BYTES = 16 << 20
 SHARD_BYTES = 100_000_000  # bytes of text in one parquet shard
+_ROW_GROUP_MIN = 32  # bytes of parquet that describe a row group, at least
+_MAX_MANIFEST_BYTES = 1 << 26  # some 200,000 shards
 
 Split = Literal["train", "val"]
 
@@ -85,7 +88,7 @@ class Dataset:
         """Checks that every shard exists with the right size and, if asked (`data ls --verify`), the right bytes."""
         for shard in self.shards:
             path = self.folder / shard.file
-            if not path.is_file():
+            if not os.path.isfile(path):
                 fault = "is missing"
             elif path.stat().st_size != shard.file_bytes:
                 fault = f"has {path.stat().st_size:,} bytes, expected {shard.file_bytes:,}"
@@ -111,13 +114,13 @@ def open_dataset(name: str | None = None) -> Dataset:
                 f"{command('data get sample')} builds the small sample world."
             )
     for folder in (home.data_dir() / name, Path(name)):
-        if (folder / MANIFEST).is_file():
+        if os.path.isfile(folder / MANIFEST):  # False also for a name that no file can have
             dataset = _read_manifest(folder)
             dataset.check_files()
             return dataset
     known = ", ".join(dataset_names()) or "none yet"
     raise UserError(
-        f"There is no dataset '{name}' in {home.data_dir()} (there: {known}): see {command('data ls')}."
+        f"There is no dataset '{name:.100}' in {home.data_dir()} (there: {known}): see {command('data ls')}."
     )
 
 
@@ -126,31 +129,58 @@ def dataset_names() -> list[str]:
 
 
 def _read_manifest(folder: Path) -> Dataset:
-    path = folder / MANIFEST
+    path, remedy = folder / MANIFEST, "add or get the dataset again"
+    record = read_json(path, remedy, {"format": str, "version": int}, max_bytes=_MAX_MANIFEST_BYTES)
+    if record["format"] != "nanorun-dataset" or record["version"] != 1:
+        raise UserError(
+            f"{path} has format {shown(record['format'])} {record['version']}, which this version of nanorun cannot "
+            f"read: {remedy}."
+        )
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] != "nanorun-dataset" or record["version"] != 1:
-            raise UserError(
-                f"{path} has format {record['format']} {record['version']}, which this version of nanorun cannot read."
-            )
-        shards = tuple(_shard(entry) for entry in record["shards"])
-        if any("/" in shard.file or "\\" in shard.file or shard.file.startswith(".") for shard in shards):
-            raise UserError(f"{path} names files outside its folder: do not trust this dataset.")
-        named = {key: record[key] for key in ("kind", "source", "tokenizer", "created")}
-        return Dataset(folder.name, folder, shards=shards, **named)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        fault = describe_json_error(error) if isinstance(error, ValueError) else "incomplete"
-        raise UserError(f"{path} is damaged ({fault}): add or get the dataset again.") from error
+        check_shape(record, _MANIFEST_SHAPE)
+        names = [f.name for f in fields(Shard)]
+        shards = tuple(
+            Shard(**{name: entry[name] for name in names if name in entry}) for entry in record["shards"]
+        )
+        _check_manifest(record, shards)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): {remedy}.") from error
+    if any("/" in shard.file or "\\" in shard.file or shard.file.startswith(".") for shard in shards):
+        raise UserError(f"{path} names files outside its folder: do not trust this dataset.")
+    named = {key: record[key] for key in ("kind", "source", "tokenizer", "created")}
+    return Dataset(folder.name, folder, shards=shards, **named)
 
 
-def _shard(entry: dict[str, Any]) -> Shard:
-    shard = Shard(**entry)
-    counts = (shard.documents, shard.text_bytes or 0, shard.file_bytes, shard.row_groups, shard.tokens)
-    if not all(isinstance(count, int) for count in counts) or not isinstance(shard.file, str):
-        raise ValueError("the counts of a shard are not numbers")
-    return shard
+_TOKENIZER_SHAPE = {"name": str, "fingerprint": (str, None), "bos": int, "vocab_size": int}
+_SHARD_SHAPE = {
+    **dict.fromkeys(("file", "split", "sha256"), str),
+    **dict.fromkeys(("documents", "file_bytes", "row_groups?", "tokens?"), int),
+    "text_bytes": (int, None),
+}
+_MANIFEST_SHAPE = {
+    **dict.fromkeys(("kind", "source", "created"), str),
+    "shards": [_SHARD_SHAPE],
+    "tokenizer": (_TOKENIZER_SHAPE, None),
+}
+
+
+def _check_manifest(record: Mapping[str, Any], shards: Sequence[Shard]) -> None:
+    """ValueError for values that no dataset has."""
+    made_by = record["tokenizer"]
+    if record["kind"] not in ("parquet", "bin") or any(
+        shard.split not in ("train", "val") for shard in shards
+    ):
+        raise ValueError("its kind is not parquet or bin, or the split of a shard not train or val")
+    if record["kind"] == "bin" and (
+        made_by is None or not 0 <= made_by["bos"] < made_by["vocab_size"] <= 2**16
+    ):
+        raise ValueError("the tokenizer of its tokens is missing, or its sizes are out of range")
+    for shard in shards:
+        if not 0 < len(shard.file.encode("utf-8", "surrogatepass")) < 256 or "\0" in shard.file:
+            raise ValueError(f"{shown(shard.file)} is no name of a file")
+        counts = (shard.documents, shard.text_bytes or 0, shard.file_bytes, shard.row_groups, shard.tokens)
+        if min(counts) < 0 or _ROW_GROUP_MIN * shard.row_groups > shard.file_bytes:
+            raise ValueError(f"the counts of {shard.file} are out of range")
 
 
 class ShardWriter:
@@ -226,21 +256,3 @@ class ParquetWriter(ShardWriter):
         self._text_bytes += self._row_bytes
         self._count += 1
         self._rows, self._row_bytes = [], 0
-
-
-def read_texts(files: list[Path]) -> Iterator[str]:
-    """The documents of a dataset's parquet shards, one row group in memory at a time."""
-    return chain.from_iterable(read_row_groups(files))
-
-
-def read_row_groups(files: list[Path]) -> Iterator[list[str]]:
-    import pyarrow.parquet
-
-    for path in files:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                yield read_row_group(file, group)
-
-
-def read_row_group(file: Any, group: int) -> list[str]:
-    return [text for text in file.read_row_group(group, columns=["text"]).column(0).to_pylist() if text]

@@ -31,7 +31,14 @@ from nanorun.data.packing import Packing, fill
 from nanorun.data.rows import BlockCache, Position, RowOrder, RowRange, RowSequence
 from nanorun.data.sources import ConversationSource, Source
 from nanorun.errors import UserError
+from nanorun.json_files import check_shape
 
+_STATE_SHAPE = {
+    **dict.fromkeys(("data", "packing"), str),
+    **dict.fromkeys(("reuse_tails", "shuffle"), bool),
+    "seed": int,
+    "position": dict,
+}
 _SAVED_ORDER = ("packing", "reuse_tails", "shuffle", "seed")  # the fields of RowOrder that a state records
 
 
@@ -60,6 +67,15 @@ def to_device(
     docs[batch.doc_starts.long()] = 1
     docs = docs.cumsum(0, dtype=torch.int32).view(batch.inputs.shape)
     return inputs, targets, docs.to(device, non_blocking=True)
+
+
+def check_loader_state(state: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
+    try:
+        check_shape(state, shape)
+    except ValueError as error:
+        raise UserError(
+            f"The loader's saved state is damaged ({error}): use an earlier checkpoint."
+        ) from error
 
 
 class Loader:
@@ -157,10 +173,12 @@ class Loader:
         self._queue = queue.Queue(self._queue.maxsize)
 
     def _check(self, state: Mapping[str, Any]) -> Position:
-        if state.get("version") != 1:
+        check_loader_state(state, {"version": int})
+        if state["version"] != 1:
             raise UserError(
-                f"The loader's state has version {state.get('version')}; this nanorun reads version 1."
+                f"The loader's state has version {state['version']}: use the nanorun version that wrote it."
             )
+        check_loader_state(state, _STATE_SHAPE)
         if state["data"] != self.source.fingerprint:
             raise UserError(
                 "The data or the tokenizer differs from the one this run began with, so it cannot resume exactly: "

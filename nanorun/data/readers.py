@@ -16,7 +16,6 @@ import csv
 import errno
 import gzip
 import io
-import json
 import lzma
 import os
 import re
@@ -30,6 +29,7 @@ from typing import IO, Any
 
 from nanorun.console import say
 from nanorun.errors import UserError
+from nanorun.json_files import MAX_VALUES, JsonError, parse_json
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 KINDS = {
@@ -51,7 +51,9 @@ FOLDER_KINDS = (
     "txt",
 )  # a folder's .json and .csv files are seldom text: they must be named
 TXT_CUT = 256 * 1024  # a text file without separator is split into documents of about this many bytes
-LINE_LIMIT = 1 << 29  # longest line, longest document and longest array of JSON: 512 MiB
+LINE_LIMIT = 1 << 26  # bytes of a line of jsonl or a row of csv; a longer line of txt is read in pieces
+ARRAY_LIMIT = 1 << 27  # bytes of a .json file, which is read whole
+TXT_PIECE = 1 << 22
 
 Advance = Callable[[int], None]
 
@@ -92,6 +94,8 @@ def is_folder(path: Path) -> bool:
         raise UserError(f"There is no file {path}: check the name and the current folder.") from error
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:  # a NUL
+        raise UserError(f"{str(path)!r:.100} is no name of a file: check it.") from error
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -130,7 +134,7 @@ def read_documents(
     # The stream is closed here and not when it is freed, because it closes `raw`, whose position is reported.
     with _explained(path), open(path, "rb") as raw, _decompress(raw, path) as stream:
         if file_kind(path)[0] == "txt":
-            lines = (_text(line, number, path) for number, line in _lines(stream, path))
+            lines = _text_lines(stream, path)
             texts = _cut(lines) if separator is None else _split(lines, separator)
             documents: Iterator[str] = (text for text in texts if text.strip())
         else:
@@ -180,12 +184,13 @@ def _explained(path: Path) -> Iterator[None]:
         if error.errno is None:
             raise UserError(_damaged(path, error)) from error
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-    except (EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # pyarrow's errors are ValueErrors
+    # ValueErrors are also those of zstd streams, and MemoryErrors of files that claim an absurd size
+    except (EOFError, lzma.LZMAError, zlib.error, ValueError, MemoryError) as error:
         raise UserError(_damaged(path, error)) from error
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    reason = str(error).strip().rstrip(".") or type(error).__name__
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return f"{path} is damaged or truncated ({reason}): copy or download it again."
 
 
@@ -198,6 +203,22 @@ def _lines(stream: Any, path: Path) -> Iterator[tuple[int, bytes]]:
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         yield number, line
+
+
+def _text_lines(stream: Any, path: Path) -> Iterator[str]:
+    """The lines of a text; one that is longer than TXT_PIECE bytes in pieces of about that size."""
+    number, rest = 1, b""
+    while piece := stream.readline(TXT_PIECE):
+        if number == 1 and not rest:
+            piece = piece.removeprefix(codecs.BOM_UTF8)
+        piece, rest = rest + piece, b""
+        if not piece.endswith(b"\n"):  # the piece may end inside of a character
+            start = next((n for n in (1, 2, 3) if piece[-n:][:1] >= b"\xc0"), 0)
+            piece, rest = (piece[:-start], piece[-start:]) if start else (piece, b"")
+        yield _text(piece, number, path)
+        number += piece.endswith(b"\n")
+    if rest:
+        yield _text(rest, number, path)
 
 
 def _decompress(raw: IO[bytes], path: Path) -> Any:
@@ -233,30 +254,38 @@ def _jsonl_records(lines: Iterable[tuple[int, bytes]], path: Path) -> Iterator[t
 
 
 def _json_records(stream: Any, path: Path) -> Iterator[tuple[str, Any]]:
-    content = stream.read(LINE_LIMIT + 1)
-    if len(content) > LINE_LIMIT:
-        raise UserError(f"{path} is larger than {LINE_LIMIT >> 20} MiB: convert it to .jsonl, which can be.")
-    lines = list(_lines(io.BytesIO(content), path))
-    first = next((line for _, line in lines if line.strip()), b"")
-    if not first.lstrip().startswith(b"["):
-        yield from _jsonl_records(lines, path)
+    content = stream.read(ARRAY_LIMIT + 1).removeprefix(codecs.BOM_UTF8)
+    if len(content) > ARRAY_LIMIT:
+        raise UserError(f"{path} is larger than {ARRAY_LIMIT >> 20} MiB: convert it to .jsonl, which can be.")
+    if not content.lstrip().startswith(b"["):
+        yield from _jsonl_records(_lines(io.BytesIO(content), path), path)
         return
-    text = "".join(_text(line, number, path) for number, line in lines)
-    for number, record in enumerate(_parse_json(text, path), 1):
+    for number, line in _lines(io.BytesIO(content), path):
+        _text(line, number, path)  # reports what is not UTF-8
+    for number, record in enumerate(_parse_json(content, path), 1):
         yield f"record {number} of {path}", record
 
 
-def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
+def _parse_json(content: str | bytes, path: Path, line: int | None = None) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
-        number = line or getattr(error, "lineno", 1)
-        raise UserError(f"Line {number} of {path} is not JSON ({reason}): fix or remove it.") from error
+        return parse_json(content)
+    except JsonError as error:
+        number = line or error.line or 1
+        raise UserError(f"Line {number} of {path} is not JSON ({error.reason}): fix or remove it.") from error
 
 
 def _csv_records(stream: Any, path: Path) -> Iterator[tuple[str, Any]]:
-    lines = (_text(line, number, path) for number, line in _lines(stream, path))
+    size = 0  # of the current row, which may have several lines
+
+    def read_lines() -> Iterator[str]:
+        nonlocal size
+        for number, line in _lines(stream, path):
+            size += len(line)
+            if size > LINE_LIMIT or line.count(b",") > MAX_VALUES:
+                raise UserError(f"The row at line {number} of {path} is too long: is a quote missing?")
+            yield _text(line, number, path)
+
+    lines = read_lines()
     first = next(lines, "")
     csv.field_size_limit(LINE_LIMIT)
     rows = csv.reader(chain([first], lines), delimiter=max(",;\t", key=first.count), strict=True)
@@ -264,7 +293,7 @@ def _csv_records(stream: Any, path: Path) -> Iterator[tuple[str, Any]]:
         header = [name.strip() for name in next(rows, [])]
         end = rows.line_num
         for row in rows:
-            start, end = end + 1, rows.line_num
+            start, end, size = end + 1, rows.line_num, 0
             if row and len(row) != len(header):
                 raise UserError(
                     f"Line {start} of {path} has {len(row)} fields, but its header {len(header)}: quote fields with "
@@ -277,21 +306,29 @@ def _csv_records(stream: Any, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_records(stream: Any, path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    row = 0
+    for records in _parquet_batches(stream, path, column):
+        for record in records:
+            row += 1
+            yield f"row {row} of {path}", record
+
+
+def _parquet_batches(stream: Any, path: Path, column: str | None) -> Iterator[list[Any]]:
     import pyarrow.parquet
 
     row = 0
-    with pyarrow.parquet.ParquetFile(stream) as file:
-        columns = [column] if column in file.schema_arrow.names else None
-        for batch in file.iter_batches(batch_size=256, columns=columns):
-            try:
-                records = batch.to_pylist()
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"A text in rows {row + 1} to {row + len(batch)} of {path} is not UTF-8: fix or remove it."
-                ) from error
-            for record in records:
-                row += 1
-                yield f"row {row} of {path}", record
+    try:
+        with pyarrow.parquet.ParquetFile(stream) as file:
+            columns = [column] if column in file.schema_arrow.names else None
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                try:
+                    yield batch.to_pylist()
+                except UnicodeDecodeError as error:
+                    rows = f"rows {row + 1} to {row + len(batch)}"
+                    raise UserError(f"A text in {rows} of {path} is not UTF-8: fix or remove it.") from error
+                row += len(batch)
+    except pyarrow.ArrowException as error:
+        raise UserError(_damaged(path, error)) from error
 
 
 def _read_column(records: Iterator[tuple[str, Any]], path: Path, column: str) -> Iterator[str]:

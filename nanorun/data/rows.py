@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from nanorun.data.packing import Ints, Packing, PackingPlan, Segments, pack
 from nanorun.data.sources import Source, TokenBlock
 from nanorun.errors import UserError
+from nanorun.json_files import check_shape
 
 UNITS_PER_BLOCK = 4
 BLOCKS_KEPT = 3
@@ -58,13 +59,15 @@ class Position:
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Position":
         try:
-            counts = {key: int(record[key]) for key in ("epoch", "block", "rows", "lost")}
-            taken = tuple((int(context), int(rows)) for context, rows in record["taken"])
-            if min(*counts.values(), *chain.from_iterable(taken)) < 0:
+            names = ("epoch", "block", "rows", "lost")
+            check_shape(record, {**dict.fromkeys(names, int), "taken": [[int]], "carry": [[int]]})
+            counts = {name: record[name] for name in names}
+            taken = tuple((context, rows) for context, rows in record["taken"])
+            if min(*counts.values(), *chain.from_iterable(taken)) < 0 or any(not each[0] for each in taken):
                 raise ValueError("a negative count")
             carry = tuple(np.array(tokens, np.uint32) for tokens in record["carry"])
             return Position(**counts, carry=carry, taken=taken)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (ValueError, OverflowError) as error:
             raise UserError(
                 f"The loader's saved position is damaged ({error}): use an earlier checkpoint."
             ) from error

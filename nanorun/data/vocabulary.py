@@ -10,8 +10,9 @@ from typing import Any
 
 from nanorun import home
 from nanorun.console import Progress, say
-from nanorun.data.dataset import Dataset, open_dataset, read_texts
+from nanorun.data.dataset import Dataset, open_dataset
 from nanorun.data.get import make_sample, newest_text
+from nanorun.data.shards import read_texts
 from nanorun.errors import UserError
 from nanorun.provenance import record
 from nanorun.text.evaluate import evaluate_tokenizers
@@ -50,7 +51,7 @@ def train_on(
         home.new_folder(home.tokenizers_dir() / name, replace=replace) as folder,
         Progress(f"reading {dataset.name}", total, "B") as bar,
     ):
-        texts = _at_most(read_texts(dataset.files("train")), max_bytes, bar)
+        texts = _at_most(read_texts(dataset, "train"), max_bytes, bar)
         tokenizer = train_tokenizer(texts, vocab_size, name, dataset=dataset.name, fill=fills)
         tokenizer.save(folder)
     return {
@@ -130,7 +131,7 @@ def evaluate(names: Iterable[str], data: str | None, max_bytes: int) -> dict[str
     if data is None:
         data = tokenizers[0].trained_on.get("dataset")
     dataset = newest_text(data)
-    texts = list(_at_most(read_texts(dataset.files("val")), max_bytes))
+    texts = list(_at_most(read_texts(dataset, "val"), max_bytes))
     named = {tokenizer.name for tokenizer in tokenizers}
     others = [tokenizer for tokenizer in available_public_tokenizers() if tokenizer.name not in named]
     say(f"encoding {len(texts):,} validation documents of '{dataset.name}'")

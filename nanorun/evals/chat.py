@@ -19,7 +19,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from nanorun.console import Progress, say
 from nanorun.errors import UserError
 from nanorun.evals.replies import GradedReply, ReplySettings, generate_replies, question_text
 from nanorun.infer.load import load_model, model_from_weights
+from nanorun.json_files import check_shape, parse_json, read_limited
 from nanorun.model.gpt import GPT
 from nanorun.provenance import record
 from nanorun.tasks import catalogue, sample
@@ -39,6 +40,14 @@ SAMPLE_TASKS = tuple(sample.TASKS)
 SHUFFLE_SEED = 1337  # selects the questions of a task when not all are asked
 Z_95 = 1.959963984540054
 _FORMAT, _VERSION = "nanorun-replies", 1
+_MAX_BYTES = 1 << 28  # of a file of replies
+_ABOUT_SHAPE = {"format": str, "version": int, "model": str, "step": int, "split": str, "questions": dict}
+_REPLY_SHAPE = {
+    **dict.fromkeys(("task", "question", "finish"), str),
+    **dict.fromkeys(("index", "sample"), int),
+    "reply": [{"type": str, "text": str}],
+    "reward?": (float, None),
+}
 
 
 @dataclass(frozen=True)
@@ -285,16 +294,21 @@ def write_replies(path: Path, about: Mapping[str, Any], replies: Iterable[Graded
 
 def read_replies(path: Path) -> tuple[dict[str, Any], list[GradedReply]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        about, *records = [json.loads(line) for line in lines]
-        if about.pop("format", None) != _FORMAT or about.pop("version", None) != _VERSION:
+        about, *records = [
+            parse_json(line) for line in read_limited(path, _MAX_BYTES).split(b"\n") if line
+        ] or [{}]
+        check_shape(about, _ABOUT_SHAPE)
+        check_shape(records, [_REPLY_SHAPE], "reply ")
+        if (about.pop("format"), about.pop("version")) != (_FORMAT, _VERSION):
             raise ValueError("its first line is not the header of such a file")
-        replies = [GradedReply(**each) for each in records]
-        missing = {reply.task for reply in replies} - set(about["questions"])
-        if missing or "split" not in about:
-            raise ValueError(f"its header does not mention {', '.join(missing) or 'a split'}")
+        names = [f.name for f in fields(GradedReply)]
+        replies = [GradedReply(**{name: each[name] for name in names if name in each}) for each in records]
+        if any(reply.index < 0 for reply in replies):
+            raise ValueError("the index of a reply is negative")
+        if missing := {reply.task for reply in replies} - set(about["questions"]):
+            raise ValueError(f"its header does not mention {', '.join(missing)}")
         return about, replies
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not what eval chat --keep writes ({error}): name such a file.") from error

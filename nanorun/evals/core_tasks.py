@@ -18,21 +18,23 @@ delimiter separates question and answer. The rules that make scores comparable b
 
 import csv
 import io
-import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from nanorun.data.bundle import MARKER, Bundle
+from nanorun.data.bundle import MARKER, MAX_BYTES, Bundle
 from nanorun.errors import UserError
+from nanorun.json_files import JsonError, parse_json, read_limited
 
 CoreTaskType = Literal["multiple_choice", "schema", "language_modeling"]
 Example = dict[str, Any]
 
 _BASELINES = "eval_meta_data.csv"
 _MMLU_FILES = ("eval_data/world_knowledge/mmlu.jsonl", "eval_data/world_knowledge/mmlu_test.jsonl")
+_MAX_TABLE_BYTES = 1 << 18
 _STAND_IN = ("coqa", 495)  # the original has 7,983 questions
 
 
@@ -61,10 +63,13 @@ def display_name(label: str, questions: int) -> str:
 def read_tasks(bundle: Bundle) -> list[CoreTask]:
     import yaml
 
+    content = _read_small(bundle, MARKER)
     try:
-        content = yaml.safe_load(bundle.read(MARKER))
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise _invalid(bundle, MARKER, f"is not YAML ({str(error).splitlines()[0]})") from error
+        content = yaml.safe_load(content)
+    # PyYAML's constructors look up and index what a tag such as !!int promises
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise _invalid(bundle, MARKER, f"is not YAML ({reason:.100})") from error
     entries = content.get("icl_tasks") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise _invalid(bundle, MARKER, "has no list 'icl_tasks'")
@@ -97,9 +102,14 @@ def find_tasks(bundle: Bundle, tasks: list[CoreTask], names: Sequence[str]) -> l
 
 def open_mmlu(path: Path) -> tuple[Bundle, CoreTask]:
     """MMLU with the questions of a file outside the bundle."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"There is no file {path}: --mmlu names MMLU's questions, such as mmlu_test.jsonl.")
-    return Bundle(path.parent, {path.name: path.read_bytes()}), _mmlu_task(path.name)
+    try:
+        return Bundle(path.parent, {path.name: read_limited(path, MAX_BYTES)}), _mmlu_task(path.name)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
+    except ValueError as error:
+        raise UserError(f"{path} holds no questions of MMLU ({error}): name another file.") from error
 
 
 def _mmlu_task(file: str) -> CoreTask:
@@ -132,7 +142,7 @@ def _parse_task(bundle: Bundle, entry: Any, baselines: dict[str, float]) -> Core
 def _read_baselines(bundle: Bundle) -> dict[str, float]:
     """By label; the file has percentages."""
     try:
-        rows = list(csv.DictReader(io.StringIO(bundle.read(_BASELINES).decode("utf-8-sig"))))
+        rows = list(csv.DictReader(io.StringIO(_read_small(bundle, _BASELINES).decode("utf-8-sig"))))
         baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         problem = "is not a table with 'Eval Task' and 'Random baseline'"
@@ -140,6 +150,15 @@ def _read_baselines(bundle: Bundle) -> dict[str, float]:
     if bad := next((label for label, value in baselines.items() if not 0 <= value < 1), None):
         raise _invalid(bundle, _BASELINES, f"has a baseline for {bad!r} that is not from 0 to 100 percent")
     return baselines
+
+
+def _read_small(bundle: Bundle, name: str) -> bytes:
+    """One of the two files that describe the tasks. The public ones have some 10 kB, and a parser takes its time."""
+    content = bundle.read(name)
+    if len(content) > _MAX_TABLE_BYTES:
+        limit = f"at most {_MAX_TABLE_BYTES >> 10} kiB are expected"
+        raise _invalid(bundle, name, f"has {len(content):,} bytes, {limit}")
+    return content
 
 
 def _invalid(bundle: Bundle, name: str, problem: str) -> UserError:
@@ -155,9 +174,9 @@ def read_examples(bundle: Bundle, task: CoreTask) -> list[Example]:
     for number, line in enumerate(bundle.read(task.file).split(b"\n"), 1):
         if line.strip():
             try:
-                examples.append(_checked(task, _normalized(json.loads(line))))
-            except (ValueError, RecursionError) as error:
-                problem = str(error) if type(error) is ValueError else "is not JSON"
+                examples.append(_checked(task, _normalized(parse_json(line))))
+            except ValueError as error:
+                problem = f"is not JSON ({error.reason})" if isinstance(error, JsonError) else str(error)
                 raise UserError(
                     f"Line {number} of {task.file} in {bundle.where} {problem}: download the bundle again."
                 ) from error
@@ -171,6 +190,8 @@ def _normalized(example: Any) -> Any:
     """MMLU's own format as a question with letters for answers; anything else unchanged."""
     if not isinstance(example, dict) or not {"question", "choices", "answer"} <= example.keys():
         return example
+    if not isinstance(example["choices"], list) or not 2 <= len(example["choices"]) <= 10:
+        raise ValueError("has no list of two to ten choices")
     letters = "ABCDEFGHIJ"[: len(example["choices"])]
     options = "\n".join(f"{a}. {choice}" for a, choice in zip(letters, example["choices"], strict=True))
     query = f"{str(example['question']).strip()}\n{options}\nAnswer:"

@@ -17,7 +17,7 @@ from nanorun.console import command, say
 from nanorun.errors import UserError
 from nanorun.infer.engine import Engine, Settings, Tool
 from nanorun.model.gpt import GPT, empty
-from nanorun.runs import CHAT_KINDS, default_runs, read_config
+from nanorun.runs import CHAT_KINDS, default_runs, load_config
 from nanorun.text.store import open_tokenizer
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.tools.calls import ToolState, calculate, python_tool
@@ -64,12 +64,13 @@ def load_model(run: str | None = None, *, prefer_chat: bool = False) -> LoadedMo
 
 
 def _load(run: str) -> LoadedModel:
-    config = Config.from_dict(read_config(run))
+    config = load_config(run)
     machine = hardware.detect()
-    saved = newest_checkpoint(run)
+    saved, tokenizer = newest_checkpoint(run), open_tokenizer(config.tokenizer)
+    check_tokenizer(tokenizer, saved)
     device, dtype = torch.device(machine.device), hardware.compute_dtype(machine)
     model = model_from_weights(saved.model, config.model, device, dtype)
-    return LoadedModel(run, saved.step, config, model.eval(), open_tokenizer(config.tokenizer))
+    return LoadedModel(run, saved.step, config, model.eval(), tokenizer)
 
 
 def newest_checkpoint(run: str) -> checkpoint.Checkpoint:
@@ -80,13 +81,40 @@ def newest_checkpoint(run: str) -> checkpoint.Checkpoint:
     return saved
 
 
+def check_tokenizer(tokenizer: Tokenizer, saved: checkpoint.Checkpoint) -> None:
+    """UserError if the weights of a checkpoint were trained with another tokenizer than this one."""
+    recorded = saved.state.get("tokenizer")
+    if recorded is None:
+        say(f"{saved.path} does not record its tokenizer: using '{tokenizer.name}' as it is now")
+    elif recorded != tokenizer.fingerprint:
+        raise UserError(
+            f"The weights in {saved.path} were trained with another tokenizer than '{tokenizer.name}' is now (its "
+            f"fingerprint is {tokenizer.fingerprint[:12]}, not {recorded!s:.12}): restore that tokenizer, or train "
+            "again with this one."
+        )
+
+
 def model_from_weights(
     weights: Mapping[str, Tensor], config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> GPT:
+    check_weights(weights, empty(config, torch.device("meta"), dtype))
     model = empty(config, device, dtype)
     model.load_state_dict(weights)
     model.init_buffers()
     return model
+
+
+def check_weights(weights: Mapping[str, Tensor], model: GPT) -> None:
+    """UserError unless the weights are those of a model of this shape."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if expected == found:
+        return
+    name = min(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    raise UserError(
+        f"The checkpoint is not of the model that config.json describes: its {name} is {found.get(name, 'missing')}, "
+        f"expected {expected.get(name, 'nothing')}. Restore the config.json, or the checkpoint, that belongs to it."
+    )
 
 
 class ServedModel:

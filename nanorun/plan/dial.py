@@ -30,7 +30,8 @@ from nanorun.config import (
     scale_training,
 )
 from nanorun.console import count
-from nanorun.data.dataset import Dataset, Split, dataset_names, open_dataset, read_texts
+from nanorun.data.dataset import Dataset, Split, dataset_names, open_dataset
+from nanorun.data.shards import read_texts
 from nanorun.data.vocabulary import LARGEST_VOCABULARY, tokenizer_for
 from nanorun.errors import UserError
 from nanorun.hardware import Gpu, named_gpu, this_gpu
@@ -77,7 +78,7 @@ def split_tokens(dataset: Dataset, tokenizer: Tokenizer, split: Split) -> int:
     """About how many tokens a split has."""
     if dataset.kind == "bin":
         return dataset.total("tokens", split)
-    some = "\n".join(islice(read_texts(dataset.files(split)), 100))[:100_000]
+    some = "\n".join(islice(read_texts(dataset, split), 100))[:100_000]
     tokens_per_byte = len(tokenizer.encode(some)) / max(len(some.encode()), 1)
     return max(round(dataset.total("text_bytes", split) * tokens_per_byte), 1)
 

@@ -8,7 +8,6 @@ do. So a plan for a CPU trains a step: of the model itself where that is quick, 
 fewer layers and shorter rows, up to the width beyond which matmuls get no faster.
 """
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from nanorun import hardware
 from nanorun.config import Config, ModelConfig, scale_model
 from nanorun.hardware import GPUS, Gpu, find_gpu
+from nanorun.json_files import load_json
 from nanorun.model.fast.recipe import DEFAULT_RECIPE, Recipe
 from nanorun.model.gpt import build
 from nanorun.optim.groups import group_parameters
@@ -36,6 +36,12 @@ _PROBE_SECONDS = 0.7  # of measuring, roughly: at least three micro-batches run,
 _PROBE_FLOPS = 4e10  # of a probed micro-batch: half a second, or a few
 _PROBE_MAX_WIDTH = 1024  # wider matmuls are no faster
 _PROBE_MAX_VOCAB = 32_768
+_MEASUREMENT = {
+    **dict.fromkeys(("what", "date", "device?", "fp8?"), str),
+    "gpu?": (str, None),
+    "depth": int,
+    "mfu": (float, None),
+}
 
 
 def expected_mfu(
@@ -74,17 +80,15 @@ def measured_mfu(
     found: list[tuple[int, str, float, int, str]] = []
     for path in sorted(results.glob("train-*.json")):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            device = str(record.get("gpu") or record["device"])
+            record = load_json(path, _MEASUREMENT)
+            device = record.get("gpu") or record.get("device", "")
             known = find_gpu(device)
             name = known.name if known and record.get("gpu") else device
             is_like = record["what"] == "train" and record.get("fp8", "none") == fp8
             if is_like and name == gpu.name and record["mfu"]:
                 nearness = -abs(record["depth"] - depth)
-                found.append(
-                    (nearness, str(record["date"]), float(record["mfu"]), record["depth"], path.name)
-                )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                found.append((nearness, record["date"], record["mfu"], record["depth"], path.name))
+        except (OSError, ValueError):
             continue  # a file in another format is not one of our measurements, and no reason to fail
     if not found:
         return None

@@ -7,6 +7,7 @@ talk.jsonl, talk.json, talk.csv, talk.parquet, folder/  your own conversations (
 my_task.py or my_task.py:Riddles                        your own task, if the command line names it
 """
 
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import cast
@@ -60,8 +61,8 @@ def open_examples(
         return read_conversations(folder or tasks_dir(), spec.removeprefix("chat:"))
     known = ", ".join([*PUBLIC, *SAMPLE_TASKS, "sample-chat"])
     raise UserError(
-        f"There is no task '{spec}': name one of {known}, a file of conversations (.jsonl, .json, .csv, .parquet), or "
-        "a .py file."
+        f"There is no task '{spec:.100}': name one of {known}, a file of conversations (.jsonl, .json, .csv, "
+        ".parquet), or a .py file."
     )
 
 
@@ -69,7 +70,7 @@ def is_path(spec: str) -> bool:
     """Whether a task is a file or folder of the user's, present or not, and not the name of a task."""
     if spec in PUBLIC or spec in NEED_NO_FILES or spec.startswith("chat:"):
         return False
-    return user_code.is_code(spec) or bool(Path(spec).suffix) or "/" in spec or Path(spec).exists()
+    return user_code.is_code(spec) or bool(Path(spec).suffix) or "/" in spec or os.path.exists(spec)
 
 
 def open_task(

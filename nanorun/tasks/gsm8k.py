@@ -10,7 +10,8 @@ from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 
-from nanorun.tasks.task import Conversation, exchange, read_split, reply_text, required_field
+from nanorun.json_files import check_shape
+from nanorun.tasks.task import Conversation, Record, exchange, read_split, reply_text
 from nanorun.text.chat import Part
 from nanorun.tools.calculator import ToolError, calculate
 
@@ -24,11 +25,7 @@ class Gsm8k:
     name, baseline, letters = "gsm8k", 0.0, None
 
     def __init__(self, where: Path, split: str = "test") -> None:
-        records = read_split(where, FILES, split, self.name)
-        self._problems = [
-            (str(required_field(r, "question", self.name)), str(required_field(r, "answer", self.name)))
-            for r in records
-        ]
+        self._problems = read_split(where, FILES, split, self.name, _problem)
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -42,10 +39,15 @@ class Gsm8k:
         return float(expected is not None and final_number(reply_text(reply)) == expected)
 
 
+def _problem(record: Record) -> tuple[str, str]:
+    check_shape(record, {"question": str, "answer": str})
+    return record["question"], record["answer"]
+
+
 def with_calls(answer: str) -> list[Part]:
     """The parts of a solution: annotations as tool calls, the text between them unchanged."""
     parts: list[Part] = []
-    for i, piece in enumerate(re.split(r"<<(.*?)>>", answer)):
+    for i, piece in enumerate(re.split(r"<<(.{0,300}?)>>", answer)):
         if i % 2 == 0:
             if piece:
                 parts.append({"type": "text", "text": piece})
@@ -59,8 +61,8 @@ def with_calls(answer: str) -> list[Part]:
 
 def final_number(text: str) -> Decimal | None:
     """The number after the last "####", without currency signs and separators: "#### $1,234.00." is 1234."""
-    found = re.search(r"\s*(-?)\s*[$£€]?\s*(-?)((?:\d[\d,]*)?\.?\d+)", text.rpartition("####")[2])
-    if "####" not in text or found is None or found.start() != 0:
+    found = re.match(r"\s*(-?)\s*[$£€]?\s*(-?)((?:\d[\d,]*)?\.?\d+)", text.rpartition("####")[2])
+    if "####" not in text or found is None:
         return None
     number = Decimal(found[3].replace(",", ""))
     return -number if found[1] or found[2] else number

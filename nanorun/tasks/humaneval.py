@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanorun.tasks.task import Conversation, Record, exchange, read_split, reply_text, required_field
+from nanorun.json_files import check_shape
+from nanorun.tasks.task import Conversation, Record, exchange, read_split, reply_text
 from nanorun.text.chat import Part
 from nanorun.tools.sandbox import Sandbox
 
@@ -24,10 +25,7 @@ class HumanEval:
     name, baseline, letters = "humaneval", 0.0, None
 
     def __init__(self, where: Path, split: str = "test") -> None:
-        self._records = read_split(where, FILES, split, self.name)
-        for record in self._records:
-            for column in ("prompt", "canonical_solution", "test", "entry_point"):
-                required_field(record, column, self.name)
+        self._records = read_split(where, FILES, split, self.name, _checked)
         self._sandbox: Sandbox | None = None
         self._lock = threading.Lock()
 
@@ -54,6 +52,11 @@ def checks(record: Record) -> str:
     start = _find_function(record)
     before = record["prompt"][: start.start()] if start else ""
     return f"{before}\n\n{record['test']}\n\ncheck({record['entry_point']})\n"
+
+
+def _checked(record: Record) -> Record:
+    check_shape(record, dict.fromkeys(("prompt", "canonical_solution", "test", "entry_point"), str))
+    return record
 
 
 def program(record: Record, reply: str) -> str:

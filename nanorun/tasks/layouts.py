@@ -100,7 +100,7 @@ def _messages(record: Mapping[str, Any], layout: tuple[str, ...]) -> list[dict[s
 
 
 def _from_sharegpt(message: Any) -> Any:
-    if not isinstance(message, Mapping) or "from" not in message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("from"), str):
         return message
     role = message["from"]
     return {"role": _SHAREGPT_ROLES.get(role, role), "content": message.get("value")}

@@ -12,7 +12,7 @@ The order of a mixture is a permutation of all examples of its parts, which depe
 is listed twice is seen twice as often. Looking up an example is O(log parts).
 """
 
-import json
+import os
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,16 +27,24 @@ from nanorun.data.packing import Ints
 from nanorun.data.readers import is_folder
 from nanorun.data.rows import shuffled
 from nanorun.errors import UserError
+from nanorun.json_files import has_type, load_json, parse_json, shown
 from nanorun.tasks import user_code
 from nanorun.tasks.catalogue import NEED_NO_FILES, is_path, open_examples, tasks_dir
 from nanorun.tasks.layouts import holds_conversations
 from nanorun.tasks.task import Conversation, Examples, TaskFilesMissing
+
+MAX_REPEAT = 1_000
+MAX_EXAMPLES = 10**8  # of a mixture, repeated ones included
 
 
 class Mixture:
     def __init__(self, parts: Sequence[Examples], seed: int = 0, name: str = "mixture") -> None:
         self.parts, self.name = list(parts), name
         self._ends = list(accumulate(len(part) for part in self.parts))
+        if self._ends and self._ends[-1] > MAX_EXAMPLES:
+            raise UserError(
+                f"The mixture '{name}' has {self._ends[-1]:,} examples (at most {MAX_EXAMPLES:,}): repeat less."
+            )
         self._order = shuffled(self._ends[-1] if self._ends else 0, seed)
 
     def __len__(self) -> int:
@@ -88,8 +96,10 @@ class MixtureEntry:
     repeat: int = 1
 
     def __post_init__(self) -> None:
-        if self.repeat < 1:
-            raise UserError(f"'{self.task}' of a mixture has repeat {self.repeat}: it must be at least 1.")
+        if not 1 <= self.repeat <= MAX_REPEAT:
+            raise UserError(
+                f"'{self.task:.100}' of a mixture has repeat {self.repeat}: it must be from 1 to {MAX_REPEAT:,}."
+            )
 
     @property
     def label(self) -> str:
@@ -156,20 +166,20 @@ def find_mixture(name: str) -> MixtureSpec:
     if name not in MIXTURES:
         if not is_path(name):
             raise UserError(
-                f"There is no mixture '{name}': choose {', '.join(MIXTURES)}, or give a file, a .json mixture or your "
-                "own conversations (docs/tasks.md)."
+                f"There is no mixture '{name:.100}': choose {', '.join(MIXTURES)}, or give a file, a .json mixture or "
+                "your own conversations (docs/tasks.md)."
             )
         if is_folder(path) or path.suffix != ".json" or holds_conversations(path):
             return own_mixture([name])
     try:
-        record = json.loads(MIXTURES.get(name) or path.read_text(encoding="utf-8"))
+        record = parse_json(MIXTURES[name]) if name in MIXTURES else load_json(path, (dict, list))
     except OSError as error:
         raise UserError(f"Cannot read the mixture {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): correct it.") from error
+        raise UserError(f"{path} is not a mixture ({error}): correct it.") from error
     if isinstance(record, list):
         record = {"train": record}
-    if not isinstance(record, dict) or not record.get("train") or set(record) - {"train", "val", "name"}:
+    if not record.get("train") or set(record) - {"train", "val", "name"}:
         raise UserError(
             f'{path} must hold {{"train": [...], "val": [...]}} with at least one task to train on.'
         )
@@ -249,13 +259,13 @@ def _parse_entries(records: Any, path: Path) -> tuple[MixtureEntry, ...]:
     for record in records if isinstance(records, list | tuple) else [records]:
         values = {"task": record} if isinstance(record, str) else record
         invalid = not isinstance(values, dict) or "task" not in values or set(values) - set(types)
-        if invalid or any(not isinstance(v, types[k]) or isinstance(v, bool) for k, v in values.items()):
+        if invalid or not all(has_type(value, types[key]) for key, value in values.items()):
             raise UserError(
-                f'{path} has {json.dumps(record):.100} in a mixture: write {{"task": NAME}} and, optionally, '
+                f'{path} has {shown(record)} in a mixture: write {{"task": NAME}} and, optionally, '
                 '"split", "start", "stop" and "repeat".'
             )
         entry = MixtureEntry(**values)
-        is_path = user_code.is_code(entry.task) or (path.parent / entry.task).exists()
+        is_path = user_code.is_code(entry.task) or os.path.exists(path.parent / entry.task)
         if is_path and path.suffix == ".json":  # in a named mixture, they are names
             entry = replace(entry, task=user_code.absolute_spec(str(path.parent / entry.task)))
         entries.append(entry)

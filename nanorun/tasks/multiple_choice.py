@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Literal
 
 from nanorun.errors import UserError
-from nanorun.tasks.task import Conversation, Record, exchange, read_split, reply_text, required_field
+from nanorun.json_files import check_shape, shown
+from nanorun.tasks.task import Conversation, Record, exchange, read_split, reply_text
 from nanorun.text.chat import Part
 
 LETTERS = "ABCDEFGHIJ"
@@ -49,9 +50,7 @@ class ChoiceQuestion:
 
     def __post_init__(self) -> None:
         if not 2 <= len(self.choices) <= len(LETTERS) or not 0 <= self.correct < len(self.choices):
-            raise UserError(
-                f"A question has {len(self.choices)} choices and answer {self.correct}: {self.question!r:.80}."
-            )
+            raise ValueError(f"it has {len(self.choices)} choices and answer {self.correct}")
 
     def prompt(self) -> str:
         lines = [f"{letter}) {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False)]
@@ -101,37 +100,38 @@ def arc(where: Path, subset: Literal["easy", "challenge"] = "easy", split: str =
         "val": (f"{hub}/validation-*.parquet", f"arc_{subset}_dev.jsonl"),
         "test": (f"{hub}/test-*.parquet", f"arc_{subset}_test.jsonl", f"world_knowledge/arc_{subset}.jsonl"),
     }
-    return MultipleChoice(name, [_arc_question(r, name) for r in read_split(where, files, split, name)])
+    return MultipleChoice(name, read_split(where, files, split, name, _arc_question))
 
 
 def mmlu(where: Path, split: str = "test") -> MultipleChoice:
-    records = read_split(where, MMLU_FILES, split, "mmlu")
-    return MultipleChoice("mmlu", [_mmlu_question(record.get("train") or record) for record in records])
+    return MultipleChoice("mmlu", read_split(where, MMLU_FILES, split, "mmlu", _mmlu_question))
 
 
-def _arc_question(record: Record, name: str) -> ChoiceQuestion:
-    choices = required_field(record, "choices", name)
+_TEXT = (str, float)  # some choices are numbers
+
+
+def _arc_question(record: Record) -> ChoiceQuestion:
+    """From CORE's bundle, from plain jsonl, or as on the hub."""
     if "query" in record:
-        question = str(record["query"]).removeprefix("Question: ")
-        return ChoiceQuestion(question, _texts(choices), int(required_field(record, "gold", name)))
-    question = str(required_field(record, "question", name))
+        check_shape(record, {"query": str, "choices": [_TEXT], "gold": int})
+        question = record["query"].removeprefix("Question: ")
+        return ChoiceQuestion(question, _texts(record["choices"]), record["gold"])
     if "answerKey" not in record:
-        return ChoiceQuestion(question, _texts(choices), int(required_field(record, "answer", name)))
-    labels = [str(label) for label in required_field(choices, "label", name)]  # A to D, or 1 to 4
-    key = str(record["answerKey"])
+        return _mmlu_question(record)
+    labelled = {"label": [(str, int)], "text": [_TEXT]}
+    check_shape(record, {"question": str, "answerKey": (str, int), "choices": labelled})
+    labels, key = [str(label) for label in record["choices"]["label"]], str(record["answerKey"])
     if key not in labels:
-        raise UserError(
-            f"A question of {name} has the answer {key} among {', '.join(labels)}: {question!r:.80}."
-        )
-    return ChoiceQuestion(question, _texts(required_field(choices, "text", name)), labels.index(key))
+        raise ValueError(f"its answer is {shown(key)}, which is none of {', '.join(labels[:10])}")
+    return ChoiceQuestion(record["question"], _texts(record["choices"]["text"]), labels.index(key))
 
 
 def _mmlu_question(record: Record) -> ChoiceQuestion:
-    return ChoiceQuestion(
-        str(required_field(record, "question", "mmlu")).strip(),
-        _texts(required_field(record, "choices", "mmlu")),
-        int(required_field(record, "answer", "mmlu")),
-    )
+    record = (
+        record["train"] if isinstance(record.get("train"), dict) else record
+    )  # the auxiliary training set
+    check_shape(record, {"question": str, "choices": [_TEXT], "answer": int})
+    return ChoiceQuestion(record["question"].strip(), _texts(record["choices"]), record["answer"])
 
 
 def _texts(choices: Iterable[object]) -> tuple[str, ...]:

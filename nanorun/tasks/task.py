@@ -12,9 +12,10 @@ Public datasets come in several layouts (the hub's parquet folders, plain jsonl)
 each split, preferred ones first, and reads the first that it finds.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from nanorun.data.readers import check_object, read_records
 from nanorun.errors import UserError
@@ -22,6 +23,7 @@ from nanorun.text.chat import Part
 
 Conversation = Mapping[str, Any]  # {"messages": [{"role": ..., "content": text or parts}, ...]}
 Record = Mapping[str, Any]
+Parsed = TypeVar("Parsed")
 
 
 class Examples(Protocol):
@@ -74,17 +76,34 @@ class TaskFilesMissing(UserError):
     """The files of a task are not in the folder."""
 
 
-def read_split(where: Path, names: Mapping[str, Sequence[str]], split: str, task: str) -> list[Record]:
-    """The records of a split. `names` maps each split to glob patterns, matched at any depth below the folder."""
+def read_split(
+    where: Path,
+    names: Mapping[str, Sequence[str]],
+    split: str,
+    task: str,
+    parse: Callable[[Record], Parsed],
+) -> list[Parsed]:
+    """The records of a split, each parsed; `parse` raises ValueError for one that it cannot use.
+
+    `names` maps each split to glob patterns, matched at any depth below the folder.
+    """
     if split not in names:
         raise UserError(f"The task {task} has no split '{split}': choose {' or '.join(names)}.")
-    files = find_files(where, names[split], f"{task}'s {split}")
-    return [check_object(place, record) for path in files for place, record in read_records(path)]
+    parsed = []
+    for path in find_files(where, names[split], f"{task}'s {split}"):
+        for place, record in read_records(path):
+            try:
+                parsed.append(parse(check_object(place, record)))
+            except ValueError as error:
+                raise UserError(
+                    f"{place[0].upper()}{place[1:]} is no question of {task} ({error}): is this the right file?"
+                ) from error
+    return parsed
 
 
 def find_files(where: Path, patterns: Sequence[str], what: str) -> list[Path]:
     """The file itself, or all files that match the first pattern with any match."""
-    if where.is_file():
+    if os.path.isfile(where):
         return [where]
     for pattern in patterns:
         if files := sorted(path for path in where.glob(f"**/{pattern}") if path.is_file()):
@@ -92,10 +111,3 @@ def find_files(where: Path, patterns: Sequence[str], what: str) -> list[Path]:
     raise TaskFilesMissing(
         f"{what} files are not in {where}: put {' or '.join(patterns)} there (docs/tasks.md)."
     )
-
-
-def required_field(record: Record, name: str, task: str) -> Any:
-    if name not in record:
-        present = ", ".join(f"'{key}'" for key in record) or "none"
-        raise UserError(f"A record of {task} has no '{name}' (it has {present}): is this the right file?")
-    return record[name]

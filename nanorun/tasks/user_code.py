@@ -6,6 +6,7 @@ The file is code and runs with the user's permissions, so it is loaded only when
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ def load_task(spec: str, split: str) -> Examples:
     """The task of a file, constructed with the split: `Riddles("train")`."""
     file, class_name = _split_spec(spec)
     path = Path(file)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"There is no file {path}: check the name and the current folder.")
     with _user_errors(path, "cannot be loaded"):
         module_spec = importlib.util.spec_from_file_location(f"nanorun_task_{path.stem}", path)

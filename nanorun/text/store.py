@@ -57,7 +57,7 @@ def open_tokenizer(name: str | None = None) -> Tokenizer:
                 f"There is no tokenizer in {home.tokenizers_dir()}: {command('tok train')} makes one."
             )
     for folder in (home.tokenizers_dir() / name, Path(name)):
-        if (folder / CONFIG_FILE).is_file():
+        if os.path.isfile(folder / CONFIG_FILE):  # False also for a name that no file can have
             return Tokenizer.load(folder)
     if name in _PUBLIC:
         ranks = find_ranks(name)
@@ -67,7 +67,7 @@ def open_tokenizer(name: str | None = None) -> Tokenizer:
             f"The ranks of {name} are not on this machine: put them into {home.tokenizers_dir()}."
         )
     known = ", ".join(tokenizer_names()) or "none yet"
-    raise UserError(f"There is no tokenizer '{name}' in {home.tokenizers_dir()} (there: {known}).")
+    raise UserError(f"There is no tokenizer '{name:.100}' in {home.tokenizers_dir()} (there: {known}).")
 
 
 def tokenizer_names() -> list[str]:

@@ -23,18 +23,21 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tiktoken
 
 from nanorun.errors import UserError
 from nanorun.home import check_name
+from nanorun.json_files import check_shape, read_json, read_limited
+
+T = TypeVar("T")
 
 CHAT_TOKENS = (
     "<|user_start|>",
@@ -60,12 +63,22 @@ MAX_VOCAB = 2**20
 _FORMAT, _VERSION = "nanorun-tokenizer", 1
 CONFIG_FILE, _RANKS_FILE = "tokenizer.json", "ranks.tiktoken"
 _MAX_CONFIG_BYTES, MAX_RANKS_BYTES = 2**20, 2**27
+REMEDY = "copy the tokenizer folder again or train it again"
+_CONFIG_SHAPE = {
+    **dict.fromkeys(("name", "pattern", "bos", "ranks_sha256"), str),
+    "vocab_size": int,
+    "special_tokens": dict,
+    "trained_on": {"dataset?": (str, None), "bytes?": int, "seconds?": float},
+}
 _SPECIAL_NAME = re.compile(r"<\|[a-z_]{1,60}\|>")
 _BLOCK = 65_536
 # tiktoken's fast array encoder is slow and unsafe without any special token (its search then matches the empty string
 # everywhere), so it gets this one, which is never allowed: text that contains it is encoded as ordinary text, and its
 # id is unused.
 _NEVER_ALLOWED = {"\0<|never|>\0": 2**31}
+# tiktoken panics when the pattern matches the empty string, unless that has a rank.
+_EMPTY_MATCH = 2**31 + 1
+_PROBE = "".join(map(chr, range(256))) + "Grüße, 東京! It's   1234 €\n\n \t«Δx» नमस्ते 🙂 \u2028\ufeff."
 
 
 class Tokenizer:
@@ -101,11 +114,33 @@ class Tokenizer:
             self._bytes[token_id] = token_name.encode()
         try:
             self._engine = tiktoken.Encoding(
-                name, pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=_NEVER_ALLOWED
+                name,
+                pat_str=pattern,
+                mergeable_ranks={**self._ranks, b"": _EMPTY_MATCH},
+                special_tokens=_NEVER_ALLOWED,
             )
         except ValueError as error:
             raise _damaged(
                 f"The split pattern of tokenizer {name!r} is not a valid regular expression ({error})"
+            ) from error
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        """A pattern that matches nothing at all, or that skips characters, is refused here and not found in a loss."""
+        ids = self._run(self._engine.encode_ordinary, _PROBE)
+        if _EMPTY_MATCH in ids or self.decode(ids) != _PROBE:
+            fault = "matches the empty string" if _EMPTY_MATCH in ids else "leaves out characters of a text"
+            raise _damaged(f"The split pattern of tokenizer {self.name!r} {fault}")
+
+    def _run(self, encode: Callable[[str], T], text: str) -> T:
+        """Encodes a text. An expression that backtracks without end makes the Rust code panic: no Exception."""
+        try:
+            return encode(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise _damaged(
+                f"The split pattern of tokenizer {self.name!r} fails on a text ({error})"
             ) from error
 
     def __repr__(self) -> str:
@@ -118,7 +153,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ordinary tokens only, whatever the text contains; no BOS."""
-        return [i for piece in _pieces(_valid(text)) for i in self._engine.encode_ordinary(piece)]
+        encode = self._engine.encode_ordinary
+        return [i for piece in _pieces(_valid(text)) for i in self._run(encode, piece)]
 
     def encode_documents(self, texts: Sequence[str], threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of all texts in one flat array, without BOS, and the offset of each text.
@@ -145,9 +181,8 @@ class Tokenizer:
         return flat, lengths
 
     def _encode_array(self, text: str) -> np.ndarray:
-        pieces = [
-            self._engine.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(_valid(text))
-        ]
+        encode = functools.partial(self._engine.encode_to_numpy, disallowed_special=())
+        pieces = [self._run(encode, piece) for piece in _pieces(_valid(text))]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     # -- decoding ------------------------------------------------------------------------------------
@@ -336,7 +371,7 @@ def _chunks(texts: Sequence[str], wanted: int) -> list[Sequence[str]]:
 
 
 def _damaged(fault: str) -> UserError:
-    return UserError(f"{fault}: copy the tokenizer folder again or train it again.")
+    return UserError(f"{fault}: {REMEDY}.")
 
 
 def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int], bos: str) -> None:
@@ -348,10 +383,10 @@ def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
     missing = sum(bytes([b]) not in ranks for b in range(256))
     if missing:
         raise fail(f"lacks {missing} of the 256 single bytes")
-    if odd := next((token for token in special if not _SPECIAL_NAME.fullmatch(token)), None):
-        raise fail(f"has a special token named {odd!r}")
-    if lacking := next((token for token in (bos, *CHAT_TOKENS) if token not in special), None):
-        raise fail(f"lacks the special token {lacking!r}")
+    if odd := [token for token in special if not _SPECIAL_NAME.fullmatch(token)]:
+        raise fail(f"has a special token named {odd[0]!r:.80}")
+    if lacking := [token for token in (bos, *CHAT_TOKENS) if token not in special]:
+        raise fail(f"lacks the special token {lacking[0]!r:.80}")
     if len(set(special.values())) < len(special):
         raise fail("gives two special tokens the same id")
     if min(special.values()) < len(ranks):
@@ -362,13 +397,11 @@ def _check_ids(name: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
 
 def read_capped(path: Path, limit: int) -> bytes:
     try:
-        with path.open("rb") as file:
-            content = file.read(limit + 1)
+        return read_limited(path, limit)
     except OSError as error:
         raise UserError(f"Cannot read {path} ({error.strerror}): name an existing tokenizer.") from error
-    if len(content) > limit:
-        raise UserError(f"{path} is larger than {limit} bytes: it is not a tokenizer file.")
-    return content
+    except ValueError as error:
+        raise _damaged(f"{path} is not a tokenizer file ({error})") from error
 
 
 def parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
@@ -387,29 +420,17 @@ def parse_ranks(text: bytes, path: Path) -> dict[bytes, int]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_capped(path, _MAX_CONFIG_BYTES).decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise _damaged(f"{path} is not JSON") from None
-    if not isinstance(config, dict) or config.get("format") != _FORMAT:
+    config: dict[str, Any] = read_json(path, REMEDY, {"format": str}, max_bytes=_MAX_CONFIG_BYTES)
+    if config["format"] != _FORMAT:
         raise _damaged(f"{path} is not a {_FORMAT} file")
     if config.get("version") != _VERSION:
         raise UserError(
             f"{path} has version {config.get('version')!r} and this nanorun reads {_VERSION}: update nanorun "
             "or train the tokenizer again."
         )
-    kinds = {
-        "name": str,
-        "vocab_size": int,
-        "pattern": str,
-        "bos": str,
-        "special_tokens": dict,
-        "ranks_sha256": str,
-        "trained_on": dict,
-    }
-    for field, kind in kinds.items():
-        if type(config.get(field)) is not kind:
-            raise _damaged(f"{path} lacks a valid {field!r}")
-    if any(type(token_id) is not int for token_id in config["special_tokens"].values()):
-        raise _damaged(f"{path} has a special token whose id is not an integer")
+    try:
+        check_shape(config, _CONFIG_SHAPE)
+        check_shape(config["special_tokens"], dict.fromkeys(config["special_tokens"], int), "special_tokens")
+    except ValueError as error:
+        raise _damaged(f"{path} is damaged ({error})") from error
     return config

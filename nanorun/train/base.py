@@ -1,7 +1,7 @@
 """`train base`: everything from a depth to a trained model. Sets up the parts and hands them to the loop."""
 
-import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,17 @@ from torch import Tensor
 from nanorun import checkpoint, hardware, runs
 from nanorun.config import Backend, Config, Dtype, Horizon, largest_divisor
 from nanorun.console import say, seconds
-from nanorun.data.dataset import Dataset, dataset_names, open_dataset, read_texts
+from nanorun.data.dataset import Dataset, dataset_names, open_dataset
 from nanorun.data.loader import Loader
 from nanorun.data.rows import RowOrder
+from nanorun.data.shards import read_texts
 from nanorun.data.sources import Source, open_source
 from nanorun.data.vocabulary import SAMPLE_DATA, build_sample
-from nanorun.errors import UserError, describe_json_error
+from nanorun.errors import UserError
 from nanorun.evals.bpb import bpb_evaluator
+from nanorun.infer.load import check_tokenizer
 from nanorun.infer.plain import generate
+from nanorun.json_files import load_json
 from nanorun.model import compiling
 from nanorun.model.attention import choose_backends
 from nanorun.model.fast import precompile
@@ -84,9 +87,8 @@ def configure(
         say("there is no data here yet: building the sample world")
         build_sample()
     horizon = horizon or Horizon()
-    earlier = runs.trained_config(name) if name is not None else {}
-    if earlier:
-        found = Config.from_dict(earlier)
+    if name is not None and runs.trained_config(name):
+        found = runs.load_config(name)
         asked = {"steps": _steps_of(found, horizon), "minutes": horizon.minutes, "batch_tokens": batch_tokens}
         if depth in (None, found.model.depth) and context in (None, found.model.context):
             return override(found, asked, data=data, tokenizer=tokenizer)
@@ -109,13 +111,11 @@ def _steps_of(run: Config, horizon: Horizon) -> int | None:
 
 def read_config(path: Path) -> Config:
     try:
-        return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return Config.from_dict(load_json(path, max_bytes=1 << 20))
     except OSError as error:
         raise UserError(f"Cannot read the configuration {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(
-            f"{path} is not JSON ({describe_json_error(error)}): use a run's config.json."
-        ) from error
+        raise UserError(f"{path} is not a configuration ({error}): use a run's config.json.") from error
 
 
 def override(config: Config, train: dict[str, Any], **names: str | None) -> Config:
@@ -178,11 +178,15 @@ def find_progress(run: Run, finished_at: int) -> tuple[checkpoint.Checkpoint | N
     found = checkpoint.load_newest(run.checkpoints)
     if found is None:
         run.rewind_metrics(-1)  # what a session logged that was killed before its first checkpoint
-    path = run.folder / "summary.json"
-    if found is None or found.step < finished_at or not path.is_file():
+    try:
+        summary = runs.read_summary(run.folder)
+    except UserError as error:
+        say(str(error))
+        summary = {}
+    if found is None or found.step < finished_at or not summary:
         return found, None
     say(f"run '{run.name}' is already finished, at step {found.step}")
-    return found, json.loads(path.read_text(encoding="utf-8"))
+    return found, summary
 
 
 @dataclass(frozen=True)
@@ -269,6 +273,11 @@ def assemble(
         hardware.keep_freed_memory()
     tokenizer = open_tokenizer(config.tokenizer)
     check_vocabulary(config, tokenizer)
+    if found is not None:
+        loop.check_state(found)
+    for saved in (found, parent):
+        if saved is not None:
+            check_tokenizer(tokenizer, saved)
     compiled = options.compile and device.type == "cuda"
     if compiled:
         compiling.share_triton_cache(device)
@@ -289,6 +298,11 @@ def assemble(
     recorded = found.state.get("rows") if found is not None else None
     rows = options.device_batch or recorded or memory.micro_batch_rows(config.model, machine, recipe)
     per_step = config.train.batch_tokens // config.model.context
+    if per_step < 1:
+        raise UserError(
+            f"A step of {config.train.batch_tokens:,} tokens is less than one row of {config.model.context:,}: use a "
+            "larger --batch-tokens or a smaller --context."
+        )
     rows = largest_divisor(per_step, rows)
     material = material or text_material(config, tokenizer)
     loader = Loader(
@@ -319,6 +333,7 @@ def assemble(
         fast=fast,
         graphed=GraphedMicroStep(forward, model, optimizer.params) if compiled and options.graphs else None,
         recipe=recipe,
+        tokenizer=tokenizer.fingerprint,
         is_compiled=compiled,
     )
     if found is not None:
@@ -331,7 +346,8 @@ def assemble(
 def text_material(config: Config, tokenizer: Tokenizer) -> Material:
     dataset, train = open_dataset(config.data), config.train
     order = RowOrder(train.packing, train.reuse_tails, seed=train.seed)
-    return Material(open_source(dataset, "train", tokenizer), order, open_source(dataset, "val", tokenizer))
+    sources = (open_source(dataset, split, tokenizer, verify_all=True) for split in ("train", "val"))
+    return Material(next(sources), order, next(sources))
 
 
 def resolve_recipe(
@@ -386,6 +402,15 @@ def finish(t: loop.Training, options: BaseOptions, planned: dict[str, Any]) -> d
     return summary
 
 
+def last_figure(records: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """The figure of the last record; None if there is none, as in metrics that were damaged."""
+    return records[-1].get(name) if records else None
+
+
+def median_figure(records: Sequence[Mapping[str, Any]], name: str) -> Any:
+    return statistics.median_high([r[name] for r in records if r.get(name) is not None] or [None])
+
+
 def common_summary(t: loop.Training, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The final figures of every stage, from the records of its steps."""
     return {
@@ -395,8 +420,8 @@ def common_summary(t: loop.Training, steps: Sequence[Mapping[str, Any]]) -> dict
         "steps": t.step,
         "tokens": t.tokens,
         "seconds": round(t.seconds, 1),
-        "peak_gib": steps[-1]["memory_gib"],
-        "skipped_steps": sum(bool(r["skipped"]) for r in steps),
+        "peak_gib": last_figure(steps, "memory_gib"),
+        "skipped_steps": sum(bool(r.get("skipped")) for r in steps),
         "device": hardware.detect().name,
         "torch": torch.__version__,
         "finished": time.strftime(runs.TIME_FORMAT, time.gmtime()),
@@ -406,19 +431,17 @@ def common_summary(t: loop.Training, steps: Sequence[Mapping[str, Any]]) -> dict
 def summarize(t: loop.Training) -> dict[str, Any]:
     """The final figures of a stage that trains on text: base and SFT."""
     records = list(read_metrics(t.run.folder))
-    steps = [r for r in records if r["kind"] == "step"]
-    last_eval = next(r for r in reversed(records) if r["kind"] == "eval")
-    speeds = sorted(r["tokens_per_s"] for r in steps[min(10, len(steps) // 2) :])
+    steps, evals = ([r for r in records if r.get("kind") == kind] for kind in ("step", "eval"))
     model = t.config.model
     return {
         **common_summary(t, steps),
         "scaling_parameters": model.scaling_parameters,
         "total_parameters": model.total_parameters,
-        "val_bpb": last_eval["val_bpb"],
-        "val_loss": last_eval["val_loss"],
-        "train_loss": steps[-1]["loss"],
-        "tokens_per_s": speeds[len(speeds) // 2],
-        "mfu": steps[-1]["mfu"],
+        "val_bpb": last_figure(evals, "val_bpb"),
+        "val_loss": last_figure(evals, "val_loss"),
+        "train_loss": last_figure(steps, "loss"),
+        "tokens_per_s": median_figure(steps[min(10, len(steps) // 2) :], "tokens_per_s"),
+        "mfu": last_figure(steps, "mfu"),
         "fp8": t.recipe.fp8,
         "gemm_library": "quack" if t.recipe.uses_quack else "torch",
     }
@@ -440,7 +463,7 @@ def sample(
 def _texts(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
     """Validation documents, or the beginnings of them."""
     if dataset.kind == "parquet":
-        yield from read_texts(dataset.files("val"))
+        yield from read_texts(dataset, "val")
         return
     source = open_source(dataset, "val", tokenizer)
     for unit in range(source.units):

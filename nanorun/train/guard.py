@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import FrameType
 from typing import Any, Literal, Self
 
@@ -185,7 +185,8 @@ class TrainingGuard:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         histories = {name: list(saved[name])[-self.window :] for name in ("norms", "losses")}
-        self._state = _GuardState(**{**saved, **histories})
+        counts = {f.name: saved[f.name] for f in fields(_GuardState) if f.name in saved}
+        self._state = _GuardState(**{**counts, **histories})
 
     def _norm_limit(self) -> float:
         norms = self._state.norms
@@ -238,7 +239,7 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.active:
-            self.scale, self._good_steps = state["scale"], state["good"]
+            self.scale, self._good_steps = state.get("scale", self.scale), state.get("good", 0)
 
 
 def describe_machine() -> str:

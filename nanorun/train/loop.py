@@ -13,7 +13,7 @@ Reinforcement learning has a step of its own (rl.py), which ends in the same `up
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, Protocol
@@ -26,6 +26,8 @@ from nanorun.config import Config
 from nanorun.console import Progress, say
 from nanorun.data.loader import Batch, to_device
 from nanorun.errors import UserError
+from nanorun.infer.load import check_weights
+from nanorun.json_files import check_shape
 from nanorun.model.fast.path import FastPath
 from nanorun.model.fast.recipe import PLAIN_RECIPE, Recipe, current_names
 from nanorun.model.gpt import GPT
@@ -98,6 +100,7 @@ class Training:
     fast: FastPath | None = None  # what `forward` computes; None: the plain model
     graphed: GraphedMicroStep | None = None  # `forward` and backward as a CUDA graph
     recipe: Recipe = PLAIN_RECIPE  # as resolved for this device
+    tokenizer: str | None = None  # the fingerprint of the one that the weights are for
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
@@ -129,6 +132,10 @@ class OutOfData(Exception):
     """All epochs are done."""
 
 
+class DataUnavailable(UserError):
+    """The next batch cannot be loaded, such as from a shard that was damaged or removed. The weights are intact."""
+
+
 class StepInterrupted(Exception):
     """The step was interrupted by a stop request. It has no effect and will run again from its start."""
 
@@ -137,7 +144,10 @@ def train_step(t: Training) -> Step:
     """One step. Where epochs are counted, the last step may be a short one."""
     start = time.perf_counter()
     hyperparameters = schedules.scheduled_hyperparameters(t.step, t.config.train.steps, t.config.optim)
-    batches: list[Batch] = list(islice(t.loader, t.grad_accum_steps))
+    try:
+        batches: list[Batch] = list(islice(t.loader, t.grad_accum_steps))
+    except UserError as error:
+        raise DataUnavailable(str(error)) from error
     if not batches:
         raise OutOfData
     trained = sum(batch.trained_tokens for batch in batches)
@@ -218,6 +228,11 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 save_last(t)
                 log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
+            except DataUnavailable:
+                if t.step and t.step not in checkpoint.steps(t.run.checkpoints):
+                    with suppress(checkpoint.NonFinite):  # the data is what the user must know of
+                        save(t)
+                raise
             t.log(step_record(t, step))
             note = step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}"
             bar.advance(0 if by_micro_batch else step.input_tokens, note)
@@ -275,7 +290,7 @@ def evaluations_due(t: Training, ended: bool = False) -> list[Kind]:
 
 
 def log_missing_evaluations(t: Training, kinds: Sequence[Kind]) -> None:
-    logged = [(record["kind"], record["step"]) for record in read_metrics(t.run.folder)]
+    logged = [(record.get("kind"), record.get("step")) for record in read_metrics(t.run.folder)]
     for kind in kinds:
         if (kind, t.step) not in logged:
             log_evaluation(t, kind)
@@ -299,6 +314,7 @@ def save(t: Training) -> None:
         "guard": t.guard.state_dict(),
         "scale": t.loss_scaler.state_dict(),
         "recipe": t.recipe.to_dict(),
+        "tokenizer": t.tokenizer,
         "numerics": numerics(t),
     }
     folder = t.run.checkpoints
@@ -335,6 +351,35 @@ def _unsaved(t: Training, error: checkpoint.NonFinite) -> UserError:
         f"Step {t.step} of '{t.run.name}' is not saved: {error}. The same command {again}; if this is repeated, lower "
         "the learning rates in a copy of the run's config.json (--config), or test the memory of this machine."
     )
+
+
+_GUARD_SHAPE = {
+    "norms": [float],
+    "losses": [float],
+    **dict.fromkeys(("in_a_row?", "spikes_in_a_row?", "skips?", "rollbacks?", "position?", "trouble?"), int),
+}
+_STATE_SHAPE = {
+    "tokens": int,
+    "seconds": float,
+    "rows?": int,
+    "loader": dict,
+    "guard": _GUARD_SHAPE,
+    "scale": {"scale?": float, "good?": int},
+    **dict.fromkeys(("recipe?", "numerics?", "means?"), dict),
+}
+
+
+def check_state(found: checkpoint.Checkpoint) -> None:
+    """UserError unless the state of a checkpoint is one that `restore` can read."""
+    try:
+        check_shape(found.state, _STATE_SHAPE)
+        if found.state.get("rows", 1) < 1:
+            raise ValueError(f"rows is {found.state['rows']}, not at least 1")
+    except ValueError as error:
+        raise UserError(
+            f"{found.path / checkpoint.STATE} is damaged ({error}): remove {found.path} to resume from the checkpoint "
+            "before it, or start over with --fresh."
+        ) from error
 
 
 def restore(t: Training, found: checkpoint.Checkpoint) -> None:
@@ -384,6 +429,7 @@ def recorded_recipe(found: checkpoint.Checkpoint) -> Recipe:
 
 
 def load_weights(t: Training, found: checkpoint.Checkpoint, with_optimizer: bool = True) -> None:
+    check_weights(found.model, t.model)
     t.model.load_state_dict(found.model)
     if t.fast is not None:  # its FP8 copies are of the old weights
         t.fast.refresh()

@@ -11,7 +11,6 @@ token): about 1e-6 in fp32, about 1e-2 in bf16.
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from nanorun.config import Config, Dtype
 from nanorun.console import Progress, command, say
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
-from nanorun.infer.load import model_from_weights
+from nanorun.infer.load import check_tokenizer, model_from_weights
 from nanorun.model.gpt import GPT
 from nanorun.optim.groups import group_parameters
 from nanorun.optim.optimizer import Optimizer
@@ -33,7 +32,7 @@ from nanorun.optim.schedules import scheduled_hyperparameters
 from nanorun.runs import CHAT_KINDS, Run, read_config, read_metrics
 from nanorun.text.store import open_tokenizer
 from nanorun.train import loop
-from nanorun.train.base import Interrupted, common_summary, find_progress, make_deterministic
+from nanorun.train.base import Interrupted, common_summary, find_progress, make_deterministic, median_figure
 from nanorun.train.guard import LossScaler, StepVerdict, ThroughputMonitor, TrainingGuard
 from nanorun.train.policy import Rollout, micro_batches, policy_loss, token_logprobs
 from nanorun.train.rl_config import OpenTask, RLConfig, configure
@@ -116,7 +115,11 @@ def assemble(
     """The parts of a run, new or restored from a checkpoint; and the reference model, if the KL penalty needs one."""
     machine = hardware.detect()
     device, dtype = torch.device(machine.device), hardware.compute_dtype(machine, options.dtype)
-    model = model_from_weights((found or _parent_checkpoint(run, rl)).model, config.model, device, dtype)
+    tokenizer, start = open_tokenizer(config.tokenizer), found or _parent_checkpoint(run, rl)
+    check_tokenizer(tokenizer, start)
+    if found is not None:
+        loop.check_state(found)
+    model = model_from_weights(start.model, config.model, device, dtype)
     reference = None
     if rl.kl:
         kept = checkpoint.load_newest(run.folder / REFERENCE)
@@ -130,7 +133,7 @@ def assemble(
     saved = found.state if found is not None else {}
     source = RolloutSource(
         model,
-        open_tokenizer(config.tokenizer),
+        tokenizer,
         rl,
         tasks,
         seed=config.train.seed,
@@ -150,6 +153,7 @@ def assemble(
         loss_scaler=LossScaler(dtype == torch.float16),
         throughput=ThroughputMonitor(min_fraction=0.0),  # reply lengths vary, and throughput with them
         unit="step",
+        tokenizer=tokenizer.fingerprint,
     )
     source.on_sample = lambda: training.on_micro_batch(1 / (rl.problems * rl.samples))  # of a step
     if found is not None:
@@ -270,27 +274,28 @@ def finish(t: loop.Training, rl: RLConfig) -> dict[str, Any]:
     from nanorun.report.plots import plot_reward
 
     records = list(read_metrics(t.run.folder))
-    steps = [record for record in records if record["kind"] == "step"]
-    first_eval = next(record for record in records if record["kind"] == "eval")
+    steps = [record for record in records if record.get("kind") == "step"]
+    first_eval = next((record for record in records if record.get("kind") == "eval"), {})
     source = cast(RolloutSource, t.loader)
     last = source.last_result or source.evaluate()
     before = {key: value for key, value in first_eval.items() if key.startswith("val_")}
-    before = before if first_eval["step"] == 0 else {}
-    tenth = max(len(steps) // 10, 1)
+    before = before if first_eval.get("step") == 0 else {}
+    rewards = [record["reward"] for record in steps if record.get("reward") is not None]
+    tenth = max(len(rewards) // 10, 1)
     summary: dict[str, Any] = {
         **common_summary(t, steps),
         "parent": rl.parent,
         "parent_step": rl.parent_step,
         "tasks": list(rl.tasks),
-        "first_reward": sum(record["reward"] for record in steps[:tenth]) / tenth,
-        "last_reward": sum(record["reward"] for record in steps[-tenth:]) / tenth,
+        "first_reward": sum(rewards[:tenth]) / tenth if rewards else None,
+        "last_reward": sum(rewards[-tenth:]) / tenth if rewards else None,
         "eval_problems": len(source.held_out),
         "samples_each": rl.samples,
         "val_reward_before": before.get("val_reward"),
         "before": before,
         **last.figures(),
-        "rollout_tokens_per_s": statistics.median_high(r["rollout_tokens_per_s"] for r in steps),
-        "train_tokens_per_s": statistics.median_high(r["train_tokens_per_s"] for r in steps),
+        "rollout_tokens_per_s": median_figure(steps, "rollout_tokens_per_s"),
+        "train_tokens_per_s": median_figure(steps, "train_tokens_per_s"),
         "samples": last.examples,
     }
     t.run.write_summary(summary)

@@ -12,7 +12,7 @@ from nanorun.config import Config, TrainConfig
 from nanorun.console import command
 from nanorun.errors import UserError
 from nanorun.evals.chat import open_task as open_by_name
-from nanorun.runs import newest_run, read_config
+from nanorun.runs import load_config, newest_run, read_config
 from nanorun.tasks.task import Task
 
 LR_FRACTION = 0.05  # of the parent's learning rates, by default
@@ -69,12 +69,12 @@ def configure(
 ) -> tuple[str, Config, RLConfig]:
     """The run's name and configuration. An existing run keeps its parent."""
     if name is None:
-        name = f"rl-d{read_config(parent or _newest_parent())['model']['depth']}"
+        name = f"rl-d{load_config(parent or _newest_parent()).model.depth}"
     exists = not fresh and (home.runs_dir() / name / "config.json").is_file()
     saved = read_config(name).get("rl") if exists else None
     parent = parent or (saved["parent"] if saved is not None else _newest_parent())
-    inherited = Config.from_dict(read_config(parent))
-    if saved is not None and saved["parent"] == parent:
+    inherited = load_config(parent)
+    if saved is not None and saved["parent"] == parent and "parent_step" in saved:
         parent_step = saved["parent_step"]
     else:
         parent_steps = checkpoint.steps(home.runs_dir() / parent / "checkpoints")

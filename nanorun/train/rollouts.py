@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nanorun.data.loader import check_loader_state
 from nanorun.errors import UserError
 from nanorun.evals.chat import checked_reward, pass_at_k, select_questions
 from nanorun.evals.replies import (
@@ -118,6 +119,7 @@ class RolloutSource:
         self.drawn = 0
         self.last_result: HeldOutResult | None = None
         if state is not None:
+            check_loader_state(state, {"problems": int, "drawn": int, "held_out?": (int, None)})
             if state["problems"] != len(self.problems):
                 raise UserError(
                     f"The run began with {state['problems']} problems, but {', '.join(config.tasks)} now has "

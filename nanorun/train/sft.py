@@ -30,7 +30,7 @@ from nanorun.evals.chat import ChatEvalOptions, chat_evaluator, open_tasks
 from nanorun.infer.load import newest_checkpoint
 from nanorun.model.attention import choose_backends
 from nanorun.model.fast.recipe import Recipe
-from nanorun.runs import Run, newest_run, read_config, read_metrics, trained_config
+from nanorun.runs import Run, load_config, newest_run, read_metrics, trained_config
 from nanorun.tables import table
 from nanorun.tasks.mixture import Mixture, MixtureSpec, choose_mixture, prepare_mixture
 from nanorun.text.store import open_tokenizer
@@ -87,12 +87,12 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
             f"There is no base model in {home.runs_dir()} to start from: run {command('train base')} or "
             f"{command('speedrun')}."
         )
-    inherited = Config.from_dict(read_config(parent))
+    inherited = load_config(parent)
     tokenizer, context = open_tokenizer(inherited.tokenizer), sft.context or inherited.model.context
     spec, *mixtures = prepare_mixture(choose_mixture(sft.mixture, sft.tasks), sft.folder, sft.seed, sft.tasks)
     name = options.name or default_name(parent, spec.name)
-    if sft.batch_tokens is None and not options.fresh and (earlier := trained_config(name)):
-        sft = replace(sft, batch_tokens=earlier["train"]["batch_tokens"])  # also if it becomes longer
+    if sft.batch_tokens is None and not options.fresh and trained_config(name):
+        sft = replace(sft, batch_tokens=load_config(name).train.batch_tokens)  # also if it becomes longer
     train, val = (render_all(mixture, tokenizer, context) for mixture in mixtures)
     epochs = choose_epochs(sft, train, context)
     material = Material(
@@ -231,7 +231,7 @@ def finish(t: loop.Training, parent: str, train: Conversations) -> dict[str, Any
     from nanorun.report.plots import plot_loss
 
     records = list(read_metrics(t.run.folder))
-    exams = [r for r in records if r["kind"] == "chat"][-1:]
+    exams = [r for r in records if r.get("kind") == "chat"][-1:]
     summary = {
         **base.summarize(t),
         **{key: value for r in exams for key, value in r.items() if key.startswith("chat")},

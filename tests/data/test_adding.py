@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanorun import cli
-from nanorun.data.dataset import open_dataset, read_texts
+from nanorun.data.dataset import open_dataset
+from nanorun.data.shards import read_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f'{kind} {i}: "ünïcødé" 🐈, a, b; c\nand a line' for i in range(60) for kind in ("one", "two")]
@@ -67,7 +68,7 @@ def test_every_format_and_compression_gives_the_documents(home, tmp_path, monkey
         cli.main(["data", "add", str(path), *(["--split", "<end>"] if kind == "txt" else [])])
     assert exit_info.value.code == 0
     added = open_dataset("mine")
-    train, val = (list(read_texts(added.files(split))) for split in ("train", "val"))
+    train, val = (list(read_texts(added, split)) for split in ("train", "val"))
     assert sorted(train + val) == sorted(TEXTS)
     assert len(val) == 12
 
@@ -110,7 +111,7 @@ def test_a_csv_of_a_spreadsheet_may_use_semicolons_and_json_lines_may_be_called_
     with pytest.raises(SystemExit):
         cli.app(["data", "add", str(tmp_path / "a.csv"), str(tmp_path / "b.json"), "--name", "mine"])
     added = open_dataset("mine")
-    texts = [*read_texts(added.files("train")), *read_texts(added.files("val"))]
+    texts = [*read_texts(added, "train"), *read_texts(added, "val")]
     assert sorted(texts) == ["five", "four", "one, two", "three"]
 
 

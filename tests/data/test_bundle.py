@@ -84,7 +84,7 @@ def test_an_archive_that_unpacks_to_too_many_bytes_is_refused(folder, monkeypatc
     if kind == ".zip":
         path.write_bytes(zipped({"eval_bundle/eval_data/zeros.jsonl": b"0" * 200_000}))
     assert path.stat().st_size < 5_000
-    monkeypatch.setattr(bundles, "_MAX_BYTES", 150_000)
+    monkeypatch.setattr(bundles, "MAX_BYTES", 150_000)
     with pytest.raises(UserError, match="it is not a CORE bundle"):
         open_bundle(path)
 

@@ -17,8 +17,9 @@ from nanorun.data import bins
 from nanorun.data import dataset as dataset_module
 from nanorun.data.add import add_files, default_name
 from nanorun.data.bins import BinWriter, read_bin
-from nanorun.data.dataset import open_dataset, read_texts
+from nanorun.data.dataset import open_dataset
 from nanorun.data.get import list_datasets, parse_size
+from nanorun.data.shards import read_texts
 from nanorun.errors import UserError
 
 
@@ -35,7 +36,7 @@ def test_a_dataset_holds_the_documents_of_its_file(home, corpus):
     found = open_dataset("corpus")
     assert found.total("documents") == 2500
     assert found.total("text_bytes") == sum(len(f"document {i} ü".encode()) for i in range(2500))
-    train, val = list(read_texts(found.files("train"))), list(read_texts(found.files("val")))
+    train, val = list(read_texts(found, "train")), list(read_texts(found, "val"))
     assert sorted(train + val) == sorted(f"document {i} ü" for i in range(2500))
     assert len(val) == 250, "a tenth of a small text"
     assert found.shards[-1].split == "val", "the last shard is validation"
@@ -57,8 +58,8 @@ def test_a_validation_file_can_be_named_and_is_not_trained_on(home, corpus, tmp_
     val = tmp_path / "val.txt"
     val.write_text("held out")
     added = add_files([tmp_path], val=val, name="mine")
-    assert list(read_texts(added.files("val"))) == ["held out"]
-    assert "held out" not in set(read_texts(added.files("train")))
+    assert list(read_texts(added, "val")) == ["held out"]
+    assert "held out" not in set(read_texts(added, "train"))
     assert added.total("documents", "train") == 2500
 
 
@@ -66,7 +67,7 @@ def test_a_single_document_is_split_for_validation(home, tmp_path):
     text = "\n".join(f"line {i}" for i in range(100))
     (tmp_path / "poem.txt").write_text(text)
     added = add_files([tmp_path / "poem.txt"])
-    (train,), (val,) = read_texts(added.files("train")), read_texts(added.files("val"))
+    (train,), (val,) = read_texts(added, "train"), read_texts(added, "val")
     assert train + val == text
     assert 0.85 < len(train) / len(text) < 0.95
 
@@ -79,10 +80,10 @@ def held_out(folder: Path, sizes: list[int]) -> tuple[list[str], float]:
     )
     (folder / "text.jsonl").write_text("\n".join(rows))
     added = add_files([folder], name="held", replace=True)
-    assert added.total("text_bytes") == sum(len(row) for row in read_texts(added.files("train"))) + sum(
-        len(row) for row in read_texts(added.files("val"))
+    assert added.total("text_bytes") == sum(len(row) for row in read_texts(added, "train")) + sum(
+        len(row) for row in read_texts(added, "val")
     )
-    val = list(read_texts(added.files("val")))
+    val = list(read_texts(added, "val"))
     return val, sum(map(len, val)) / added.total("text_bytes")
 
 
@@ -255,11 +256,11 @@ def test_the_path_of_a_home_can_contain_a_tilde_or_a_colon(monkeypatch, tmp_path
 def test_text_without_spaces_or_line_breaks_is_accepted(home, tmp_path):
     (tmp_path / "zh.txt").write_text("港口的清晨很安静" * 80_000)
     added = add_files([tmp_path / "zh.txt"])
-    texts = [*read_texts(added.files("train")), *read_texts(added.files("val"))]
+    texts = [*read_texts(added, "train"), *read_texts(added, "val")]
     assert Counter("".join(texts)) == Counter("港口的清晨很安静" * 80_000)
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "a" * 10_000}))
     added = add_files([tmp_path / "one.jsonl"])
-    assert [len(text) for s in ("train", "val") for text in read_texts(added.files(s))] == [9000, 1000]
+    assert [len(text) for s in ("train", "val") for text in read_texts(added, s)] == [9000, 1000]
 
 
 def test_empty_and_unsupported_files_of_a_folder_are_skipped_with_a_notice(home, tmp_path, capsys):
@@ -286,7 +287,7 @@ def test_validation_stays_evenly_spread_when_it_exceeds_a_shard(home, tmp_path, 
     path = tmp_path / "sorted.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {i:06d}"}) + "\n" for i in range(20_000)))
     added = add_files([path])
-    held = [int(text.split()[1]) for text in read_texts(added.files("val"))]
+    held = [int(text.split()[1]) for text in read_texts(added, "val")]
     assert added.total("documents") == 20_000
     assert 10 < len(held) <= 32
     gaps = np.diff([0, *sorted(held), 20_000])

@@ -16,9 +16,10 @@ import pytest
 from bad_server import Act, BadServer, prepare_client
 
 from nanorun.data.bins import check_bin
-from nanorun.data.dataset import open_dataset, read_texts
+from nanorun.data.dataset import open_dataset
 from nanorun.data.get import GPT2, get_dataset
 from nanorun.data.hub import CORPORA, check_parquet, fetch_corpus, list_files
+from nanorun.data.shards import read_texts
 from nanorun.data.sources import open_source
 from nanorun.errors import UserError
 from nanorun.text.store import public_tokenizer
@@ -131,7 +132,7 @@ def test_a_corpus_becomes_a_dataset_that_grows_and_is_used_offline(climbmix: Hub
     first = get_dataset("climbmix", 2, **options)
     assert (len(first.of("train")), first.total("documents"), first.shards[-1].split) == (2, 60, "val")
     texts = [f"document {row} of shard {shard}" for shard in (0, 1, 6542) for row in range(20)]
-    assert sorted(read_texts(first.files("train") + first.files("val"))) == sorted(texts)
+    assert sorted([*read_texts(first, "train"), *read_texts(first, "val")]) == sorted(texts)
     assert first.total("text_bytes") == sum(map(len, texts))
     assert len(get_dataset("climbmix", 3, **options).of("train")) == 3
     asked = len(climbmix.server.seen)

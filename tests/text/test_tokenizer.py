@@ -65,7 +65,7 @@ def test_special_tokens_are_the_last_nine_ids_in_their_fixed_order(tokenizer: To
 def test_tokens_take_16_bits_exactly_when_the_vocabulary_allows(vocab_size: int, dtype: type) -> None:
     ranks = {bytes([b]): b for b in range(256)}
     ranks |= {b"a" + i.to_bytes(3, "big"): i for i in range(256, vocab_size - 9)}
-    large = Tokenizer("large", ".", ranks, special_ids_from(len(ranks)))
+    large = Tokenizer("large", "(?s:.)", ranks, special_ids_from(len(ranks)))
     assert large.vocab_size == vocab_size
     tokens, _ = large.encode_documents(["abc"])
     assert large.dtype == tokens.dtype == dtype
@@ -342,7 +342,7 @@ def test_a_changed_ranks_file_is_found_by_its_checksum(saved: Path) -> None:
 @pytest.mark.parametrize("name", ["tokenizer.json", "ranks.tiktoken"])
 def test_a_missing_file_is_named(saved: Path, name: str) -> None:
     (saved / name).unlink()
-    with pytest.raises(UserError, match=f"Cannot read .*{name}"):
+    with pytest.raises(UserError, match=f"{name}.*No such file"):
         Tokenizer.load(saved)
 
 
@@ -353,14 +353,14 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
 )
 def test_a_config_that_is_none_is_refused(saved: Path, content: bytes) -> None:
     (saved / "tokenizer.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json is not"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is (damaged|not a nanorun)"):
         Tokenizer.load(saved)
 
 
 def test_files_of_absurd_size_are_not_read(saved: Path) -> None:
     with (saved / "tokenizer.json").open("ab") as file:
         file.truncate(2**33)
-    with pytest.raises(UserError, match="larger than"):
+    with pytest.raises(UserError, match="bytes, at most"):
         Tokenizer.load(saved)
 
 
@@ -368,20 +368,26 @@ special = special_ids_from(503)
 config_damage: dict[str, tuple[dict[str, object], str]] = {
     "newer version": ({"version": 2}, "has version 2"),
     "pattern does not compile": ({"pattern": "("}, "not a valid regular expression"),
-    "pattern is no text": ({"pattern": None}, "valid 'pattern'"),
+    "pattern is empty": ({"pattern": ""}, "matches the empty string"),
+    "pattern may match nothing": ({"pattern": r"\S+|x*"}, "matches the empty string"),
+    "pattern skips characters": ({"pattern": r"\w+"}, "leaves out characters"),
+    "pattern is no text": ({"pattern": None}, "pattern is null, not text"),
     "vocab_size differs": ({"vocab_size": 600}, "vocab_size 600"),
-    "vocab_size is a truth value": ({"vocab_size": True}, "valid 'vocab_size'"),
+    "vocab_size is a truth value": ({"vocab_size": True}, "vocab_size is true, not a whole number"),
     "special missing": ({"special_tokens": {"<|bos|>": 503}}, "lacks the special token '<|user_start|>'"),
     "no specials": ({"special_tokens": {}}, "lacks the special token"),
     "special id is ordinary": ({"special_tokens": special | {"<|bos|>": 5}}, "id 5, which is an ordinary"),
     "special id negative": ({"special_tokens": special | {"<|bos|>": -1}}, "id -1"),
     "special id twice": ({"special_tokens": special | {"<|bos|>": 504}}, "the same id"),
     "special id huge": ({"special_tokens": special | {"<|bos|>": 2**40}}, "above the limit"),
-    "special id is text": ({"special_tokens": special | {"<|bos|>": "503"}}, "not an integer"),
+    "special id is text": (
+        {"special_tokens": special | {"<|bos|>": "503"}},
+        '<|bos|> is "503", not a whole number',
+    ),
     "special with an odd name": ({"special_tokens": special | {"\ud800": 512}}, "special token named"),
     "bos unknown": ({"bos": "<|other|>"}, "lacks the special token '<|other|>'"),
     "name is a path": ({"name": "../x"}, "cannot name a tokenizer"),
-    "checksum missing": ({"ranks_sha256": None}, "valid 'ranks_sha256'"),
+    "checksum missing": ({"ranks_sha256": None}, "ranks_sha256 is null, not text"),
 }
 
 
@@ -427,7 +433,7 @@ def test_fingerprint_tells_apart_what_encodes_differently(tokenizer: Tokenizer) 
     swapped = ranks | {tokenizer.decode_bytes([400]): 401, tokenizer.decode_bytes([401]): 400}
     assert Tokenizer("x", tokenizer.pattern, ranks, special).fingerprint == tokenizer.fingerprint
     for pattern, other_ranks, other_special in [
-        (".", ranks, special),
+        ("(?s:.)", ranks, special),
         (tokenizer.pattern, swapped, special),
         (tokenizer.pattern, ranks, {k: v + 1 for k, v in special.items()}),
     ]:
@@ -476,7 +482,7 @@ def test_gpt4s_pattern_takes_long_runs_too(text: str) -> None:
 def test_ids_in_the_gaps_before_the_special_tokens_are_empty() -> None:
     ranks = {bytes([b]): b for b in range(256)}
     gaps = {"<|endoftext|>": 257} | {name: 277 + i for i, name in enumerate(CHAT_TOKENS)}
-    gapped = Tokenizer("gaps", ".", ranks, gaps, bos="<|endoftext|>")
+    gapped = Tokenizer("gaps", "(?s:.)", ranks, gaps, bos="<|endoftext|>")
     assert gapped.vocab_size == 285
     assert gapped.decode([65, 256, 260, 66]) == "AB"
     assert not gapped.is_special(260)

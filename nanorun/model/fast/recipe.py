@@ -6,12 +6,12 @@ records the resolved recipe, and a resumed run reuses it.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_type_hints
 
 import torch
 
-from nanorun.config import ModelConfig
+from nanorun.config import ModelConfig, check_field
 from nanorun.errors import UserError
 
 # Cumulative. mlp: the MLP's matmuls; layers: queries, keys and values too; head: the gradients of the head too; all:
@@ -61,8 +61,11 @@ class Recipe:
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> "Recipe":
         """A recorded recipe; fields that this version does not know are dropped, those it lacks are defaults."""
-        known = {field.name for field in fields(Recipe)}
-        return Recipe(**{name: value for name, value in current_names(record).items() if name in known})
+        known = get_type_hints(Recipe)
+        values = {name: value for name, value in current_names(record).items() if name in known}
+        for name, value in values.items():
+            check_field(name, value, known[name])
+        return Recipe(**values)
 
 
 def current_names(record: Mapping[str, Any]) -> dict[str, Any]:
