@@ -287,6 +287,7 @@ class Bench:
             for seed in self.seeds
             for number, setting in enumerate(draw(self.settings, seed, size))
         }
+        rungs: tuple[float, ...]
         rungs, divisor = (LARGE_RUNGS, 4) if size >= LARGE else (RUNGS, 2)
         if cell in self.best:
             settings, rungs = {"best": self.best[cell]}, (1.0,)

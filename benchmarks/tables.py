@@ -399,9 +399,9 @@ def small_text(result: dict[str, Any]) -> str:
             [
                 f"{row['megabytes']:g}",
                 f"{row['minutes']:g}",
-                shape(*(dial[name] for name in ("depth", "dim", "vocab", "context"))),
+                shape(dial["depth"], dial["dim"], dial["vocab"], dial["context"]),
                 f"{bpb['dial']:.4f}",
-                shape(*best["shape"], best["vocab"], best["context"]),
+                shape(best["shape"][0], best["shape"][1], best["vocab"], best["context"]),
                 row["searched"],
                 f"{bpb['search']:.4f}",
                 f"{bpb['dial'] / bpb['search']:.3f}",
