@@ -94,13 +94,10 @@ class Service:
 
     async def chat_completions(self, body: Annotated[ChatRequest, Body()]) -> Response:
         self._check_model(body)
-        model, count = self.model, len(body.messages)
+        model = self.model
         if not model.is_chat_model:
             message = f"'{model.name}' is a base model, which only continues text: use /v1/completions."
             raise ApiError(400, message, "not_a_chat_model", "model")
-        if count > self.limits.messages:
-            message = f"Too many messages: {count} (at most {self.limits.messages})."
-            raise ApiError(400, message, "too_many_messages", "messages")
         max_tokens = self._max_tokens(body.max_completion_tokens or body.max_tokens)
         return await self._complete(
             body,
@@ -228,10 +225,14 @@ class BodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if not re.fullmatch(r"application/(.+\+)?json", content_type):
-                raise not_an_object()
-            data = b"".join([chunk async for chunk in request.stream()])
-            response: Response = await endpoint(parse_body(data, kind))
+            try:
+                if not re.fullmatch(r"application/(.+\+)?json", content_type):
+                    raise not_an_object()
+                data = b"".join([chunk async for chunk in request.stream()])
+                response: Response = await endpoint(parse_body(data, kind))
+            except ApiError as error:
+                # FastAPI would keep it in a reference cycle, and with it the body, until the next collection.
+                return error.response()
             return response
 
         return handle

@@ -103,6 +103,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self.timeout_keep_alive_task is not None:  # uvicorn keeps it, and so the connection, after a reset
+            self.timeout_keep_alive_task.cancel()
         self._pool.metrics.connections -= 1
         self._pool.wait(self, None)
 

@@ -78,6 +78,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
     if not param:
         return not_an_object()
+    if error["type"] == "too_long" and param == "messages":
+        count, limit = error["ctx"]["actual_length"], error["ctx"]["max_length"]
+        return ApiError(400, f"Too many messages: {count} (at most {limit}).", "too_many_messages", param)
     problem = error["msg"].removeprefix("Value error, ")
     return ApiError(400, f"Invalid '{param}': {problem}.", "invalid_value", param)
 

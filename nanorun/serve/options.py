@@ -18,7 +18,6 @@ class RequestLimits:
     """A request beyond these is rejected, with the status in brackets."""
 
     body_bytes: int = 2 * 2**20  # (413)
-    messages: int = 4096  # (400)
     samples: int = 16  # n times the number of prompts (400)
     tokens: int | None = None  # of one answer; None: up to the end of the context
     queue: int = 256  # samples that wait for a slot, over all engines (429)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanorun.infer.request import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 from nanorun.serve.errors import ApiError
 
+MAX_MESSAGES = 4096
 MAX_SEED = 2**63 - 2**20 - 1
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -90,7 +91,7 @@ class Generation(_Strict):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
