@@ -288,7 +288,9 @@ class Bench:
                 tokens = round(rung * speed * minutes * 60)
                 named[f"search-{cell}-{number}-{rung:g}"] = configuration(setting, size, tokens)
             found = self.train(named, size)
-            ranked = sorted(zip(found.items(), settings.items(), strict=True), key=lambda r: r[0][1]["val_bpb"])
+            ranked = sorted(
+                zip(found.items(), settings.items(), strict=True), key=lambda r: r[0][1]["val_bpb"]
+            )
             (name, result), (_, best) = ranked[0]
             print(f"{cell}, {rung:g} of the time: {result['val_bpb']:.4f} with {best}", flush=True)
             settings = dict(each for _, each in ranked[: max(len(ranked) // 2, 1)])

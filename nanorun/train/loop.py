@@ -313,6 +313,7 @@ def save(t: Training) -> None:
         "tokenizer": t.tokenizer,
         "numerics": numerics(t),
     }
+    t.run.fail_if_removed()
     folder = t.run.checkpoints
     rng = {f"rng.{name}": tensor for name, tensor in checkpoint.rng_state().items()}
     try:
