@@ -9,6 +9,7 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,7 +259,7 @@ def test_a_mixture_cannot_repeat_without_bound(tmp_path, repeat):
     assert "repeat" in sentence(lambda: prepare_mixture(find_mixture(str(tmp_path / "mix.json"))))
 
 
-GOOD_ROWS = {
+GOOD_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mmlu": ("mmlu_test.jsonl", {"question": "Sky?", "choices": ["red", "blue"], "answer": 1}),
     "arc-easy": (
         "arc_easy_test.jsonl",
