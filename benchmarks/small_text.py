@@ -2,7 +2,7 @@
 of a search, and of what the depth alone would choose.
 
     python benchmarks/small_text.py WORK --text FILE.jsonl [--cells 0.5x3,2x3,2x10] [--settings 12] [--jobs 1]
-                                    [--speeds SPEEDS.json] [--val FILE.jsonl] [--seeds 0]
+                                    [--speeds SPEEDS.json] [--val FILE.jsonl] [--seeds 0] [--best BEST.json]
 
 A cell is megabytes of text × minutes of this machine. The text is the beginning of FILE, the validation text of the
 search its last 400 kB, the same for all cells. In each cell three things are trained from scratch with the tokens that
@@ -10,7 +10,8 @@ the machine processes in the time:
 
     dial      what `nanorun train base --minutes` chooses, with the default vocabulary
     search    the best of --settings random settings by successive halving: all of them for an eighth of the time, the
-              better half for a quarter of it, and so on. Each has a whole learning rate schedule
+              better half for a quarter of it, and so on. Each has a whole learning rate schedule. --best names a
+              file of settings found otherwise, by cell, that are trained for all of the time in place of the search
     depth     what `train base --depth` chose before there was --minutes, for the deepest model of which the time allows
               one token per parameter
 
@@ -31,7 +32,7 @@ import multiprocessing
 import os
 import random
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,16 @@ sys.path.insert(0, str(ROOT))
 VAL_BYTES = 400_000
 WHOLE_VAL = "whole-val"
 RUNGS = (0.125, 0.25, 0.5, 1.0)  # of the time; half of the settings go on to the next
+LARGE_RUNGS = (0.125, 0.5, 1.0)  # a quarter goes on
 SPACE: dict[str, list[Any]] = {
     "vocab": [512, 1024, 2048, 4096, 8192],
     "shape": [(2, 64), (2, 128), (2, 192), (4, 128), (4, 192), (4, 256), (6, 192), (6, 256), (6, 384)],
     "context": [128, 256, 512],
-    "batch_tokens": [512, 1024, 2048, 4096, 8192],
+    "batch_tokens": [1024, 2048, 4096, 8192],
     "matrix_lr": [0.25, 0.5, 1.0, 2.0],  # times the default of OptimConfig
     "other_lr": [0.25, 0.5, 1.0, 2.0],
     "weight_decay": [0.03, 0.1, 0.3, 1.0],
+    "dropout": [0.0, 0.1, 0.2, 0.3],
 }
 LARGE = 100  # MB
 LARGE_SPACE: dict[str, list[Any]] = {
@@ -60,6 +63,7 @@ LARGE_SPACE: dict[str, list[Any]] = {
     "matrix_lr": [0.25, 0.5, 1.0, 2.0],
     "other_lr": [0.25, 0.5, 1.0, 2.0],
     "weight_decay": [0.03, 0.1, 0.3, 1.0],
+    "dropout": [0.0],  # the fast path has none
 }
 Setting = dict[str, Any]
 
@@ -116,6 +120,8 @@ def configuration(setting: Setting, size: float, tokens: int) -> dict[str, Any]:
 
     depth, dim = setting["shape"]
     model = dial.shape(depth, dim, setting["vocab"], setting["context"])
+    embeddings = setting.get("value_embeddings", True)
+    model = replace(model, dropout=setting["dropout"], value_embeddings=embeddings)
     batch_tokens = max(setting["batch_tokens"], setting["context"])
     steps, default = max(tokens // batch_tokens, 1), OptimConfig()
     lrs = {name: lr * setting["other_lr"] for name, lr in default.learning_rates().items()}
@@ -257,6 +263,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.work: Path = args.work
         self.settings: int = args.settings
+        self.best: dict[str, Setting] = json.loads(args.best.read_text()) if args.best else {}
         self.seeds = [int(seed) for seed in args.seeds.split(",")]
         self.speeds = Speeds(args.work / "speeds.json", args.speeds)
         context = multiprocessing.get_context("spawn")
@@ -280,7 +287,11 @@ class Bench:
             for seed in self.seeds
             for number, setting in enumerate(draw(self.settings, seed, size))
         }
-        for rung in RUNGS:
+        rungs: tuple[float, ...]
+        rungs, divisor = (LARGE_RUNGS, 4) if size >= LARGE else (RUNGS, 2)
+        if cell in self.best:
+            settings, rungs = {"best": self.best[cell]}, (1.0,)
+        for rung in rungs:
             named = {}
             for number, setting in settings.items():
                 tokenizer_of(size, setting["vocab"])
@@ -293,7 +304,7 @@ class Bench:
             )
             (name, result), (_, best) = ranked[0]
             print(f"{cell}, {rung:g} of the time: {result['val_bpb']:.4f} with {best}", flush=True)
-            settings = dict(each for _, each in ranked[: max(len(ranked) // 2, 1)])
+            settings = dict(each for _, each in ranked[: max(len(ranked) // divisor, 1)])
         return name, best, result["val_bpb"]
 
     def cell(self, size: float, minutes: float) -> dict[str, Any]:
@@ -304,15 +315,18 @@ class Bench:
             f"dial-{cell}": by_dial(size, minutes, self.speeds),
             f"depth-{cell}": by_depth(size, minutes, self.speeds),
         }
-        chosen = self.train(fixed, size)
-        names = dict(zip(("dial", "depth"), fixed, strict=True))
-        bpb = {kind: chosen[name]["val_bpb"] for kind, name in names.items()}
-        names["search"], best, bpb["search"] = self.search(size, minutes)
+        with ThreadPoolExecutor(1) as beside:  # so that the search does not wait
+            training = beside.submit(self.train, fixed, size)
+            searched, best, found = self.search(size, minutes)
+            chosen = training.result()
+        names = {**dict(zip(("dial", "depth"), fixed, strict=True)), "search": searched}
+        bpb = {kind: chosen[name]["val_bpb"] for kind, name in names.items() if name in chosen}
+        bpb["search"] = found
         row: dict[str, Any] = {
             "megabytes": size,
             "minutes": minutes,
             "text_bytes": open_dataset(f"text-{size:g}").total("text_bytes", "train"),
-            "searched": self.settings * len(self.seeds),
+            "searched": best.pop("searched", self.settings * len(self.seeds)),
             "best": best,
             "dial": fixed[f"dial-{cell}"],
             "bpb": bpb,
@@ -336,6 +350,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--speeds", type=Path)
     parser.add_argument("--val", type=Path)
+    parser.add_argument("--best", type=Path)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--prepare", action="store_true", help="datasets and tokenizers only")
     args = parser.parse_args()
@@ -356,12 +371,11 @@ def main() -> None:
                 tokenizer_of(size, vocab)
         return
     bench = Bench(args)
-    rows = []
-    for size, minutes in cells:
-        rows.append(bench.cell(size, minutes))
-        result = record("small-text", rows=rows)
-        (args.work / "small-text.json").write_text(json.dumps(result, indent=1))
+    with ThreadPoolExecutor(len(cells)) as threads:  # the cells share the processes
+        rows = list(threads.map(lambda cell: bench.cell(*cell), cells))
     bench.pool.shutdown()
+    result = record("small-text", rows=rows)
+    (args.work / "small-text.json").write_text(json.dumps(result, indent=1))
     cells_of_table = []
     for row in rows:
         bpb = row.get("val_bpb", row["bpb"])

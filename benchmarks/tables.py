@@ -388,6 +388,30 @@ def serve(result: dict[str, Any]) -> str:
     return f"{rows}\n\n{outcome}\n\nThe model: {result['model']}. {footer(result)}"
 
 
+def small_text(result: dict[str, Any]) -> str:
+    def shape(depth: int, dim: int, vocab: int, context: int) -> str:
+        return f"{depth} × {dim}, {vocab:,}, {context}"
+
+    rows = []
+    for row in result["rows"]:
+        bpb, dial, best = row["val_bpb"], row["dial"], row["best"]
+        rows.append(
+            [
+                f"{row['megabytes']:g}",
+                f"{row['minutes']:g}",
+                shape(dial["depth"], dial["dim"], dial["vocab"], dial["context"]),
+                f"{bpb['dial']:.4f}",
+                shape(best["shape"][0], best["shape"][1], best["vocab"], best["context"]),
+                row["searched"],
+                f"{bpb['search']:.4f}",
+                f"{bpb['dial'] / bpb['search']:.3f}",
+                f"{bpb['depth']:.4f}",
+            ]
+        )
+    header = ["MB", "minutes", "default", "bits per byte", "best searched", "of", "bits per byte", "ratio"]
+    return f"{markdown([*header, 'before'], rows)}\n\n{footer(result)}"
+
+
 def shown_command(result: dict[str, Any]) -> str:
     """The recorded command as a reader types it today.
 
@@ -422,6 +446,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "same loss": same_loss,
     "serve": serve,
     "sft run": base_run,
+    "small-text": small_text,
     "speedrun": speedrun,
     "tokenizer trainers": tokenizer_trainers,
     "tokenizers": tokenizers,

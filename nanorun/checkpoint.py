@@ -58,7 +58,7 @@ _DTYPES: dict[torch.dtype, str] = {  # their names in safetensors
 
 
 class NonFinite(Exception):
-    """A tensor holds NaN or infinities: saving it would replace a good checkpoint with a useless one."""
+    """A tensor holds NaN or infinite values, and where: a checkpoint of it would be useless, and is not written."""
 
 
 class Damaged(Exception):
@@ -124,8 +124,12 @@ def load(path: Path) -> Checkpoint:
         if path.name.isdecimal() and step != int(path.name):
             raise ValueError(f"{STATE} is of step {step}")
         model, optimizer = load_file(path / MODEL), load_file(path / OPTIMIZER)
+        for what, tensors in (("the model", model), ("the optimizer", optimizer)):
+            _check_finite(what, tensors)
     except (ValueError, OSError, SafetensorError) as error:
         raise Damaged(f"it cannot be read: {error}") from error
+    except NonFinite as error:
+        raise Damaged(str(error)) from error
     return Checkpoint(step, model, optimizer, state, path)
 
 
@@ -241,11 +245,21 @@ def _check_tensors(what: str, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.dtype not in _DTYPES or tensor.is_meta:
             raise TypeError(f"{name} of {what} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}")
-        if tensor.is_floating_point() and tensor.numel():
-            wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
-            low, high = torch.aminmax(wide)  # one pass, no copy; NaN propagates to both
-            if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise NonFinite(f"{name} of {what} holds NaN or infinite values: not saved.")
+    _check_finite(what, tensors)
+
+
+def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
+        low, high = torch.aminmax(wide)  # one pass, no copy; NaN propagates to both
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            bad = ~torch.isfinite(wide)
+            first = "".join(f", the first in row {row}" for row in bad.nonzero()[0].tolist()[:1])
+            raise NonFinite(
+                f"{name} of {what} holds NaN or infinite values ({int(bad.sum()):,} of {bad.numel():,}{first})"
+            )
 
 
 def _check_json(value: Any, path: str) -> None:

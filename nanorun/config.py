@@ -29,8 +29,13 @@ MAX_WEIGHT_DECAY = 1.0  # the scaling rule was fitted to real models and diverge
 DEFAULT_RATIO = 10.5  # tokens per scaling parameter; 8 is the speedrun, up to 12 is near the optimum
 DEFAULT_PASSES = 8  # over the training text, at most, where no length is asked for
 SHORT_RUN_TOKENS = 35_000_000  # below this, MIN_STEPS limits the batch size
-NARROW = 256  # up to this width the rules for real models were not fitted
-MIN_STEPS = 500  # a batch size that leaves fewer steps is halved, where none is asked for
+MIN_STEPS = 700  # a batch size that leaves fewer steps is halved, where none is asked for
+# Up to this width short runs have rules of their own (`_narrow_optim`, `regularized`), measured in docs/small-text.md.
+NARROW = 256
+NARROW_MAX_BATCH = 4096
+NARROW_RUN_TOKENS = 10_000_000  # from here on learning rates fall with the length
+FEW_PASSES = 3  # over the text, without dropout
+VALUE_EMBEDDING_PASSES = 6  # more, and the tables of a narrow model memorize the text
 
 Backend = Literal["auto", "plain", "sdpa", "cudnn", "flex", "flash"]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -56,6 +61,7 @@ class ModelConfig:
     backout: bool = True  # subtract the middle of the stream before the last norm
     head_gate: bool = False  # each attention head's output times a gate computed from the first channels
     document_mask: bool = False  # attention stays inside documents, positions restart
+    dropout: float = 0.0  # of embeddings and of the outputs of attention and MLP, in training
 
     def __post_init__(self) -> None:
         _check_ranges(self)
@@ -88,6 +94,12 @@ class ModelConfig:
             return self.context
         short = self.short_window or -(-self.context // 4 // 128) * 128
         return min(short, self.context)
+
+    @property
+    def backout_layer(self) -> int:
+        """The layer whose output backout subtracts. Not the last (of more than one): subtracting a share of the stream
+        from itself changes only its length, which the norm undoes, or at a scale above 1 its sign."""
+        return max(min(self.depth // 2, self.depth - 2), 0)
 
     def has_value_embedding(self, layer: int) -> bool:
         return self.value_embeddings and layer % 2 == (self.depth - 1) % 2
@@ -158,6 +170,11 @@ class OptimConfig:
     def learning_rates(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name.endswith("_lr")}
 
+    def scaled(self, matrix: float, others: float) -> "OptimConfig":
+        """The learning rate of matrices times one factor, all others times another."""
+        lrs = {name: lr * others for name, lr in self.learning_rates().items()}
+        return replace(self, **{**lrs, "matrix_lr": self.matrix_lr * matrix})
+
     def fine_tuning(self, lr_fraction: float, warmdown: float) -> "OptimConfig":
         """For a stage that starts from trained weights: every learning rate times `lr_fraction`, falling to 0. No
         weight decay, since the parent's schedule had reached 0."""
@@ -197,7 +214,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "context": (2, 2**24),
     "short_window": (1, 2**24),
     "rope_base": (1.0, 1e12),
-    **dict.fromkeys(("qk_gain", "softcap"), (1e-3, 1e6)),
+    "qk_gain": (1e-3, 1e6),
+    "softcap": (0.0, 1e6),  # 0: none
+    "dropout": (0.0, 0.99),
     **dict.fromkeys((f.name for f in fields(OptimConfig) if f.name.endswith("_lr")), (0.0, 1e3)),
     "matrix_weight_decay": (0.0, 1e3),
     **dict.fromkeys(("beta2", "warmdown", "final_lr_fraction"), (0.0, 1.0)),
@@ -359,6 +378,23 @@ def scale(
     )
 
 
+def regularized(model: ModelConfig, passes: float) -> ModelConfig:
+    """A narrow model that reads its text often memorizes it: dropout slows that down, and so does one without value
+    embeddings. (Wider models keep to what the fast path supports.)"""
+    if model.dim > NARROW or passes <= FEW_PASSES:
+        return model
+    dropout = min(0.1 * math.log2(passes / FEW_PASSES), 0.3)
+    embeddings = model.value_embeddings and passes <= VALUE_EMBEDDING_PASSES
+    return replace(model, dropout=round(dropout, 2), value_embeddings=embeddings)
+
+
+def _narrow_optim(tokens: float, passes: float) -> OptimConfig:
+    """Learning rates and weight decay of a narrow model. All but the matrices learn more slowly where text repeats."""
+    by_length = min(math.sqrt(NARROW_RUN_TOKENS / tokens), 1.0)
+    by_passes = min(max(max(passes - 0.5, 1.0) ** -0.6, 0.25), 1.0)
+    return replace(OptimConfig().scaled(2 * by_length, by_length * by_passes), matrix_weight_decay=0.3)
+
+
 def scale_training(
     model: ModelConfig,
     horizon: Horizon,
@@ -384,6 +420,8 @@ def scale_training(
     if batch_tokens is None:
         batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * data_ratio**0.383))
         batch_tokens = min(batch_tokens, 2 ** math.floor(math.log2(max(tokens / MIN_STEPS, 1))))
+        if model.dim <= NARROW and tokens < SHORT_RUN_TOKENS:
+            batch_tokens = min(batch_tokens, NARROW_MAX_BATCH)
         batch_tokens = max(batch_tokens, context)
     if batch_tokens < context:
         raise UserError(
@@ -392,24 +430,22 @@ def scale_training(
         )
     batch_tokens = batch_tokens // context * context
     steps = horizon.steps or max(round(tokens / batch_tokens), 1)
-    data_ratio = steps * batch_tokens / (ratio * reference.scaling_parameters)
 
-    lr_scale = math.sqrt(batch_tokens / REFERENCE_BATCH)
-    by_width = (model.dim / 768) ** -0.5
-    base, weight_decay = OptimConfig(), OptimConfig.matrix_weight_decay * lr_scale / data_ratio
-    if steps * batch_tokens < SHORT_RUN_TOKENS:
-        # A short run can take larger steps: with its default batch, learning rates are ∝ 1/√tokens.
-        lr_scale = min(lr_scale * SHORT_RUN_TOKENS / (steps * batch_tokens), 1.0)
-        if model.dim <= NARROW:  # as `sample_preset`, with more weight decay where the text repeats
-            by_width = 1.0
-            weight_decay = 0.1 * max(steps * batch_tokens / (text_tokens or math.inf) / 2, 1.0)
-    lrs = {name: lr * lr_scale * by_width for name, lr in base.learning_rates().items()}
-    optim = replace(
-        base,
-        **{**lrs, "matrix_lr": base.matrix_lr * lr_scale},  # Muon's updates need no scaling by width
-        matrix_weight_decay=min(weight_decay, MAX_WEIGHT_DECAY),
-        warmup_steps=min(base.warmup_steps, max(steps // 10, 1)),
-    )
+    tokens = steps * batch_tokens
+    if model.dim <= NARROW and tokens < SHORT_RUN_TOKENS:
+        passes = tokens / text_tokens if text_tokens else 1.0
+        model, optim = regularized(model, passes), _narrow_optim(tokens, passes)
+    else:
+        lr_scale = math.sqrt(batch_tokens / REFERENCE_BATCH)
+        data_ratio = tokens / (ratio * reference.scaling_parameters)
+        weight_decay = OptimConfig.matrix_weight_decay * lr_scale / data_ratio
+        if tokens < SHORT_RUN_TOKENS:
+            # A short run can take larger steps: with its default batch, learning rates are ∝ 1/√tokens.
+            lr_scale = min(lr_scale * SHORT_RUN_TOKENS / tokens, 1.0)
+        # Muon's updates need no scaling by width.
+        optim = OptimConfig().scaled(lr_scale, lr_scale * (model.dim / 768) ** -0.5)
+        optim = replace(optim, matrix_weight_decay=min(weight_decay, MAX_WEIGHT_DECAY))
+    optim = replace(optim, warmup_steps=min(optim.warmup_steps, max(steps // 10, 1)))
     train = TrainConfig(steps=steps, batch_tokens=batch_tokens)
     return Config(model, optim, train, data, tokenizer)
 

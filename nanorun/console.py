@@ -2,8 +2,14 @@
 
 stdout is for results, stderr for everything else. On a terminal a task shows a live progress bar with rate and
 remaining time; elsewhere (a pipe, a log file, CI) it prints a plain line every ten seconds.
+
+Models and files contain any characters, and a terminal interprets some of them as commands: to move the cursor, to
+change its title, to write to the clipboard, to answer as if the user had typed. Whatever is printed here is therefore
+escaped (`visible`), also for a pipe or a file, which may be shown on a terminal later. Unchanged are two outputs that
+programs read: JSON, which has its own escapes, and the answers of `chat` into a pipe.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -11,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,11 +25,32 @@ from typing import Any, Literal, Self
 Unit = Literal["B", "tok", "doc", "file", "step", "question", "reply"]
 _PLAIN_INTERVAL_S = 10.0
 _WINDOW_S, _MAX_SAMPLES = 60.0, 64  # the rate is measured over the last minute
+_UNSAFE = {code: f"^{chr(code ^ 64)}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
+_DIRECTIONS = (
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+)  # bidirectional controls: text in another order
+_UNSAFE |= {code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *_DIRECTIONS)}
+
+
+def visible(text: str) -> str:
+    """Escapes what a terminal would interpret, except newlines and tabs: the escape character as ^[, and so on."""
+    return text.translate(_UNSAFE)
 
 
 def say(text: str = "") -> None:
     """Prints a message on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Prints a result on stdout."""
+    print(visible(text), flush=True)
+
+
+def show_json(record: Mapping[str, Any]) -> None:
+    """Prints a result on stdout as one line of JSON; on a terminal in ASCII."""
+    print(json.dumps(record, ensure_ascii=sys.stdout.isatty()), flush=True)
 
 
 def is_nanorun() -> bool:
@@ -87,7 +114,7 @@ class Progress:
     """`with Progress("reading", total, "B") as bar: bar.advance(n)`. Thread-safe."""
 
     def __init__(self, task: str, total: float | None = None, unit: Unit = "B", done: float = 0.0) -> None:
-        self.task, self.total, self.unit = task, total, unit
+        self.task, self.total, self.unit = visible(task), total, unit
         self.done = done  # the work of an earlier session counts as done, but not in the rate
         self._lock = threading.Lock()
         self._note = ""  # shown until it is replaced
@@ -102,9 +129,9 @@ class Progress:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[figures]}", markup=False),
                 TimeRemainingColumn(compact=True),
                 console=Console(file=sys.stderr),
             )
@@ -115,7 +142,7 @@ class Progress:
     def advance(self, n: float, note: str = "") -> None:
         with self._lock:
             self.done += n
-            self._note = note = note or self._note
+            self._note = note = visible(note) or self._note
             now = time.monotonic()
             self._add_sample(now)
             if self._bar is not None:
@@ -128,7 +155,7 @@ class Progress:
         """Prints a line above the bar."""
         with self._lock:
             if self._bar is not None:
-                self._bar.console.print(text, markup=False, highlight=False)
+                self._bar.console.print(visible(text), markup=False, highlight=False)
             else:
                 say(text)
 

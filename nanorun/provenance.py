@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nanorun import hardware
+from nanorun import console, hardware
 from nanorun.errors import UserError
 
 
@@ -78,4 +78,4 @@ def write_result(result: dict[str, Any], path: Path | None) -> None:
 def write_and_print_result(result: dict[str, Any], path: Path | None) -> None:
     """Writes the result to `path`, if any, and prints it as one line, the last on stdout."""
     write_result(result, path)
-    print(json.dumps(result, ensure_ascii=False), flush=True)
+    console.show_json(result)

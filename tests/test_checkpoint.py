@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nanorun import checkpoint
@@ -160,12 +161,32 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, dtype):
     broken["b.weight"][17, 3] = value
     broken["b.weight"] = broken["b.weight"].to(dtype)
     for step in (5, 6):
-        with pytest.raises(NonFinite, match=r"b\.weight of the model"):
+        with pytest.raises(NonFinite, match=r"b\.weight of the model.*\(1 of 1,200, the first in row 17\)"):
             save(tmp_path, step, broken, {}, {})
         with pytest.raises(NonFinite, match=r"b\.weight of the optimizer"):
             save(tmp_path, step, tensors(), broken, {})
     assert contents(tmp_path) == before
     assert os.listdir(tmp_path) == ["000005"]
+
+
+def test_a_checkpoint_with_nan_is_damaged_even_if_its_checksums_are_right(tmp_path):
+    save_steps(tmp_path, 5, 6)
+    broken = tensors()
+    broken["b.weight"][17, 3] = float("nan")
+    newest = tmp_path / "000006"
+    save_file(broken, newest / "model.safetensors")
+    content = (newest / "model.safetensors").read_bytes()
+    sums = json.loads((newest / "checksums.json").read_text())
+    sums["files"]["model.safetensors"] = {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (newest / "checksums.json").write_text(json.dumps(sums))
+    said: list[str] = []
+    found = load_newest(tmp_path, said.append)
+    assert found is not None
+    assert found.step == 5
+    assert "000006 is damaged (b.weight of the model holds NaN" in said[0]
 
 
 @pytest.mark.parametrize(

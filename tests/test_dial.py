@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from nanorun.config import Config, Horizon, scale
+from nanorun.config import Config, Horizon, OptimConfig, scale
 from nanorun.data.vocabulary import size_for
 from nanorun.errors import UserError
 from nanorun.hardware import GPUS, Gpu
@@ -55,7 +55,18 @@ def test_more_time_gives_a_larger_model_and_more_text_a_larger_vocabulary():
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
     vocabularies = [size_for(size) for size in (1_000, 500_000, 2_000_000, 10_000_000, 650_000_000, 10**12)]
-    assert vocabularies == [512, 1024, 2048, 4096, 32768, 32768]
+    assert vocabularies == [512, 512, 1024, 4096, 32768, 32768]
+
+
+def test_a_narrow_model_is_regularized_the_more_the_oftener_it_reads_its_text():
+    once, often, very_often = (configured(megabytes, 10) for megabytes in (20, 2, 0.2))
+    assert (once.model.dropout, once.model.value_embeddings) == (0.0, True)
+    assert 0 < often.model.dropout < very_often.model.dropout <= 0.3
+    assert not very_often.model.value_embeddings
+    assert once.optim.embedding_lr > often.optim.embedding_lr > very_often.optim.embedding_lr
+    assert once.optim.matrix_lr == very_often.optim.matrix_lr == 2 * OptimConfig.matrix_lr
+    wide = dial.configure(8, TextSize(100_000, 5_000), 512, Horizon(tokens=4_000_000), gpu=LAPTOP)
+    assert (wide.model.dropout, wide.model.value_embeddings) == (0.0, True)
 
 
 def test_a_depth_that_is_given_is_kept_and_only_its_length_follows_from_the_time():

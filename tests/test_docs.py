@@ -1,6 +1,7 @@
 """What the tree says about itself is true: figures, links, quoted code, kept results, pinned versions."""
 
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -90,6 +91,20 @@ def test_a_quote_may_skip_lines_but_not_change_or_reorder_them():
     assert not is_quoted_from("a = 1\nreturn a + b\n", source)
     assert not is_quoted_from("return a + b\n...\na = 1\n", source)
     assert not is_quoted_from("a = 1\n    b = 2\n", source)
+
+
+def test_the_limits_of_the_threat_model_are_those_of_the_code():
+    page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| [^|]+ \| ([\d,]+)( MiB)? \| `([\w.]+)` \|$", page.partition("## Limits")[2], re.MULTILINE
+    )
+    assert len(rows) == page.partition("## Limits")[2].count("\n|") - 2, (
+        "every row names a value and its place"
+    )
+    for number, mib, name in rows:
+        value = pkgutil.resolve_name(f"nanorun.{name}")
+        unit = 2**20 if mib and not name.endswith("_MIB") else 1
+        assert int(number.replace(",", "")) * unit == value, name
 
 
 def test_uv_lock_has_the_versions_of_the_constraints_file():

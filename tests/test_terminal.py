@@ -25,7 +25,8 @@ import pytest
 from talkers import CONTEXT, EVIL, HI, STORY, byte_tokenizer
 
 from nanorun.chat.conversation import ChatOptions, Dialogue
-from nanorun.chat.screen import Wrap, cells, visible
+from nanorun.chat.screen import Wrap, cells
+from nanorun.console import visible
 from nanorun.infer.engine import Settings
 from nanorun.infer.load import ServedModel
 from nanorun.infer.request import Sampling

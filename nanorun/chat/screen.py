@@ -1,8 +1,6 @@
 """Terminal output: a model's text and tool calls, without control sequences, wrapped between words.
 
-A model may produce any characters, and a terminal interprets some of them as commands: to move the cursor, to
-change its title, to answer as if the user had typed. On a terminal they are therefore escaped: escape as ^[, other
-control characters likewise, and bidirectional controls as their code point. A file or a pipe gets the text unchanged.
+On a terminal, control characters are escaped (`console.visible`). A file or a pipe gets the text unchanged.
 
 Tool calls are dim, in brackets, where they happened, with their result: [12+30 = 42]. A result that no tool
 returned is marked as made up.
@@ -18,16 +16,10 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
+from nanorun.console import visible
+
 _DIM, _BOLD, _NORMAL = "\x1b[2m", "\x1b[1m", "\x1b[0m"
-_UNSAFE = {code: f"^{chr(code ^ 64)}" for code in (*range(32), 127) if chr(code) not in "\n\t"}
-_DIRECTIONS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_UNSAFE |= {code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *_DIRECTIONS)}
 _LONG_WORD = 24  # columns; a longer word is not held back
-
-
-def visible(text: str) -> str:
-    """Escapes everything that a terminal would interpret, except newlines and tabs."""
-    return text.translate(_UNSAFE)
 
 
 def styled(stream: TextIO) -> bool:

@@ -21,7 +21,7 @@ from nanorun.chat import history
 from nanorun.chat.conversation import ChatAnswer, ChatOptions, Continuation, Dialogue
 from nanorun.chat.input import enable_bracketed_paste, read_message, terminal_without
 from nanorun.chat.screen import Screen
-from nanorun.console import count
+from nanorun.console import count, show_json
 from nanorun.errors import UserError
 from nanorun.json_files import load_json
 
@@ -98,8 +98,7 @@ def _answer_once(conversation: Dialogue | Continuation, question: str, as_json: 
     finally:
         screen.end()
     if as_json:
-        # ASCII on a terminal: the text may hold control characters
-        print(json.dumps(answer.record(), ensure_ascii=sys.stdout.isatty()), flush=True)
+        show_json(answer.record())
     if verbose:
         screen.note(_speed(answer))
 

@@ -22,7 +22,7 @@ BASE_SHARE = 0.8  # of the time, where conversations follow
 QUESTIONS = 2  # that the result answers at the end
 
 
-@app.command(epilog=opt.example("nanorun make ~/notes --conversations mine.jsonl --minutes 30"))
+@app.command(epilog=opt.example("nanorun make ~/notes --conversations mine.jsonl --minutes 15"))
 def make(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH...", help="Files or folders of text, as for data add.")

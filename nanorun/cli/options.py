@@ -1,11 +1,11 @@
 """What commands share: common options, their validation, and printing a result."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from nanorun import console
 from nanorun.config import Backend, Dtype
 from nanorun.errors import UserError
 from nanorun.provenance import write_result
@@ -90,7 +90,10 @@ def example(text: str) -> str:
 def show(result: dict[str, Any], as_json: bool, text: str, save: Path | None = None) -> None:
     """Prints the result, after writing it to the file of --save."""
     write_result(result, save)
-    print(json.dumps(result, ensure_ascii=False) if as_json else text, flush=True)
+    if as_json:
+        console.show_json(result)
+    else:
+        console.show(text)
 
 
 def chosen_recipe(fp8: Fp8 | None, recompute: bool = False) -> "Recipe | None":

@@ -64,7 +64,7 @@ def runs_remove(
 
     names = list(dict.fromkeys(names))
     result = check_removal(names)
-    what = f"{tables.quoted(names)} ({console.size(result['bytes'])})"
+    what = console.visible(f"{tables.quoted(names)} ({console.size(result['bytes'])})")
     if result["children"]:
         console.say(
             f"{tables.quoted(result['children'])} came from it: that stays, but cannot become longer."

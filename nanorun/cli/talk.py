@@ -71,6 +71,8 @@ def serve(
     max_body: Annotated[str, typer.Option(help="Maximum size of a request, such as 2MB.")] = "2MB",
     timeout: Annotated[float, typer.Option(help="Maximum seconds of an answer.")] = 600.0,
     stall: Annotated[float, typer.Option(help="Timeout of a client that reads nothing.")] = 60.0,
+    idle: Annotated[float, typer.Option(help="Timeout of a connection without a request.")] = 20.0,
+    connections: Annotated[int, typer.Option(min=1, help="Maximum open connections.")] = 1024,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for answers to finish at shutdown.")] = 30.0,
     int8: opt.Int8 = False,
 ) -> None:
@@ -93,7 +95,13 @@ def serve(
         sampling=Sampling(temperature=temperature, top_k=top_k),
         drain_s=drain,
         limits=RequestLimits(
-            body_bytes=parse_size(max_body), tokens=max_tokens, queue=queue, answer_s=timeout, stall_s=stall
+            body_bytes=parse_size(max_body),
+            tokens=max_tokens,
+            queue=queue,
+            connections=connections,
+            idle_s=idle,
+            answer_s=timeout,
+            stall_s=stall,
         ),
     )
 

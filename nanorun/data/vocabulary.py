@@ -24,9 +24,9 @@ SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 512, 32_768  # by default
 
 
 def size_for(text_bytes: int) -> int:
-    """The default size of a vocabulary for so much text: a power of two near 1.4 times its square root. A larger one
+    """The default size of a vocabulary for so much text: the power of two nearest to its square root. A larger one
     has tokens that occur too rarely to be learned, and costs time in the head; a smaller one makes longer rows."""
-    size = 2 ** round(math.log2(1.4 * math.sqrt(max(text_bytes, 1))))
+    size = 2 ** round(math.log2(math.sqrt(max(text_bytes, 1))))
     return int(min(max(size, SMALLEST_VOCABULARY), LARGEST_VOCABULARY))
 
 

@@ -64,6 +64,11 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
 
 
+def dropout(x: Tensor, probability: float) -> Tensor:
+    """Only where gradients are recorded: evaluation and inference use everything."""
+    return F.dropout(x, probability) if probability > 0 and torch.is_grad_enabled() else x
+
+
 class Linear(nn.Linear):
     """Without bias. The fp32 weight is cast to the activation's dtype."""
 
@@ -123,12 +128,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.dropout = config.dropout
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope: Rope, value_rows: Tensor | None, attend: LayerAttend) -> Tensor:
-        x = x + self.attention(norm(x), rope, value_rows, attend)
-        return cast(Tensor, x + self.mlp(norm(x)))
+        x = x + dropout(self.attention(norm(x), rope, value_rows, attend), self.dropout)
+        return x + dropout(self.mlp(norm(x)), self.dropout)
 
 
 class GPT(nn.Module):
@@ -175,13 +181,14 @@ class GPT(nn.Module):
         x = self.embedded(tokens)
         if config.smear:
             x = x + smear(x)
+        x = dropout(x, config.dropout)
         x0, middle = x, x
         for i, block in enumerate(self.blocks):
             if config.residual_scalars:
                 x = self.lambdas[i].to(x.dtype) * x + self.mus[i].to(x.dtype) * x0
             value_rows = self.value_embeds[str(i)](tokens) if config.has_value_embedding(i) else None
             x = block(x, rope, value_rows, functools.partial(attend, i))
-            if i == config.depth // 2:
+            if i == config.backout_layer:
                 middle = x
         if config.backout:
             x = x - self.backout_scale.to(x.dtype) * middle

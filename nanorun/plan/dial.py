@@ -4,21 +4,31 @@
 depth. With your own text on a laptop neither holds, so here everything follows from these two:
 
     vocabulary   grows with the square root of the text (`vocabulary.size_for`)
-    model        the largest of SHAPES that still sees TOKENS_PER_PARAMETER tokens per parameter in the time. Where that
-                 would be more than GOOD_PASSES over the text, a larger one, which learns more from each pass
+    model        the largest of SHAPES that still sees TOKENS_PER_PARAMETER tokens per parameter in the time
+    context      short rows in a short run
     length       all of the time, but at most MAX_PASSES over the text
-    the rest     batch size, learning rates and weight decay follow from the length (`config.scale_training`)
+    the rest     batch size, learning rates, weight decay and dropout follow from the length and from how often it reads
+                 the text (`config.scale_training`)
     evaluation   EVALUATIONS times, in a small share of the time
 
-The speed of a shape is measured on this machine, or estimated for a GPU (speed.py). The constants rest on a few runs on
-two CPU cores (docs/small-text.md); benchmarks/small_text.py compares them with the best of a search.
+The speed of a shape is measured on this machine, or estimated for a GPU (speed.py). The constants were fitted to some
+two hundred runs (docs/small-text.md); benchmarks/small_text.py compares the choices with the best of a search.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from nanorun.config import Config, Horizon, ModelConfig, TrainConfig, scale, scale_model, scale_training
+from nanorun.config import (
+    NARROW,
+    Config,
+    Horizon,
+    ModelConfig,
+    TrainConfig,
+    scale,
+    scale_model,
+    scale_training,
+)
 from nanorun.console import count
 from nanorun.data.dataset import Dataset, Split, dataset_names, open_dataset
 from nanorun.data.shards import read_texts
@@ -42,9 +52,8 @@ SHAPES = (
     (10, 640),
     *((depth, 64 * depth) for depth in range(12, 34, 2)),
 )
-TOKENS_PER_PARAMETER = 5.0
-MIN_TOKENS_PER_PARAMETER = 2.0  # where the text would be read too often
-GOOD_PASSES = 8
+TOKENS_PER_PARAMETER = 2.0
+LONG_ROWS_TOKENS = 4_000_000  # a narrow model has rows of 512 tokens from here on, of 256 below
 MAX_PASSES = 40
 MANY_PASSES = 4  # from here on the user is told
 DEFAULT_MINUTES = 10.0  # on a CPU, if neither depth nor length is given
@@ -79,7 +88,7 @@ def shape(depth: int, dim: int, vocab_size: int, context: int | None = None) -> 
     if depth >= DEFAULT_DEPTH:
         return scale_model(depth, vocab_size, context or 2048)
     heads = dim // 32 if dim <= 256 else dim // 64
-    context = context or (256 if dim <= 192 else 512 if dim <= 384 else 1024)
+    context = context or (256 if dim <= NARROW else 512 if dim <= 384 else 1024)
     return scale_model(depth, vocab_size, context, dim=dim, heads=heads, kv_heads=heads)
 
 
@@ -175,9 +184,10 @@ def configure(
         length = Horizon(tokens=max(tokens, 1))
         return scale_training(model, length, batch_tokens=batch_tokens, text_tokens=text.train_tokens)
 
-    def tokens_in_time(model: ModelConfig) -> int:
+    def tokens_in_time(model: ModelConfig, about: int | None = None) -> int:
+        """`about` so many: the batch size, and with it the speed, depends on the length."""
         assert horizon.minutes is not None
-        draft = with_tokens(model, text.train_tokens)
+        draft = with_tokens(model, about or round(TOKENS_PER_PARAMETER * model.scaling_parameters))
         speed = tokens_per_s(draft) if tokens_per_s is not None else make_plan(draft, gpu).tokens_per_s
         return round(60 * horizon.minutes * (1 - EVALUATION_SHARE) * speed)
 
@@ -194,18 +204,18 @@ def configure(
         model = scale_model(depth, vocab_size, context or 2048)
         config = with_tokens(model, tokens_in_time(model))
     else:
-        limit = MAX_PASSES * text.train_tokens
         models = (shape(*each, vocab_size, context) for each in SHAPES)
         chosen = next(models)
         tokens = tokens_in_time(chosen)
         for model in models:
             more = tokens_in_time(model)
-            repeats = tokens > GOOD_PASSES * text.train_tokens
-            wanted = MIN_TOKENS_PER_PARAMETER if repeats else TOKENS_PER_PARAMETER
-            if more < wanted * model.scaling_parameters:
+            if more < TOKENS_PER_PARAMETER * model.scaling_parameters:
                 break
             chosen, tokens = model, more
-        config = with_tokens(chosen, min(tokens, limit))
+        if context is None and chosen.dim <= NARROW and tokens >= LONG_ROWS_TOKENS:
+            chosen = replace(chosen, context=2 * chosen.context)
+        tokens = tokens_in_time(chosen, tokens)
+        config = with_tokens(chosen, min(tokens, MAX_PASSES * text.train_tokens))
     return replace(config, train=_evaluated(config, text.val_tokens, horizon.minutes))
 
 

@@ -3,24 +3,25 @@
     POST /v1/chat/completions   a chat model answers
     POST /v1/completions        any model continues a text
     GET  /v1/models             the one model
-    GET  /health                200, or 503 while shutting down or broken
+    GET  /health                200, or 503 while shutting down, or if an engine is broken or silent
     GET  /metrics               for Prometheus
     GET  /                      the files of web/
 
-A request passes middleware.py (host, key, size), schema.py (its fields), the dispatcher of engines.py (capacity),
-prompts.py (its tokens) and response.py (the response). Nothing blocks the event loop: long prompts are encoded
-in a thread, and each engine has its own process (worker.py).
+A request passes connection.py (its arrival), middleware.py (host, key, size), parsing.py and schema.py (its fields),
+the dispatcher of engines.py (capacity), prompts.py (its tokens) and response.py (the response). Nothing blocks the
+event loop: a body has a limited number of values, long prompts are encoded in a thread, and each engine has its own
+process (worker.py).
 """
 
-import functools
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from anyio.to_thread import run_sync
 from fastapi import Body, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
@@ -30,10 +31,11 @@ from nanorun.errors import UserError
 from nanorun.infer.request import Request as EngineRequest
 from nanorun.infer.request import Sampling
 from nanorun.serve.engines import Dispatcher, RemoteModel
-from nanorun.serve.errors import ApiError, ErrorObject, from_validation
+from nanorun.serve.errors import ApiError, ErrorObject, not_an_object
 from nanorun.serve.metrics import CONTENT_TYPE, Metrics
 from nanorun.serve.middleware import SecurityMiddleware
 from nanorun.serve.options import ServeOptions
+from nanorun.serve.parsing import parse_body
 from nanorun.serve.prompts import PromptEncoder
 from nanorun.serve.response import CompletionResponse
 from nanorun.serve.schema import ChatRequest, CompletionRequest, Generation, StreamOptions
@@ -91,14 +93,11 @@ class Service:
         self.fingerprint = f"nanorun-{__version__}-step-{model.step}"
 
     async def chat_completions(self, body: Annotated[ChatRequest, Body()]) -> Response:
-        self._check(body)
-        model, count = self.model, len(body.messages)
+        self._check_model(body)
+        model = self.model
         if not model.is_chat_model:
             message = f"'{model.name}' is a base model, which only continues text: use /v1/completions."
             raise ApiError(400, message, "not_a_chat_model", "model")
-        if count > self.limits.messages:
-            message = f"Too many messages: {count} (at most {self.limits.messages})."
-            raise ApiError(400, message, "too_many_messages", "messages")
         max_tokens = self._max_tokens(body.max_completion_tokens or body.max_tokens)
         return await self._complete(
             body,
@@ -113,7 +112,7 @@ class Service:
         )
 
     async def completions(self, body: Annotated[CompletionRequest, Body()]) -> Response:
-        self._check(body)
+        self._check_model(body)
         prompts = body.prompts
         return await self._complete(
             body,
@@ -144,7 +143,8 @@ class Service:
         stream = self.dispatcher.admit(prompts * samples)
         try:
             encoded, left_out = encode() if characters <= SHORT else await run_sync(encode)
-            common |= {"stop": body.stops, "samples": samples, "stream": bool(body.stream)}
+            common |= {"stop": body.stops, "samples": samples}
+            common["stream"] = bool(body.stream) or common["logprobs"] is not None  # too many for one event
             sampling = self._sampling(body)
             requests = [EngineRequest(prompt, sampling, **common) for prompt in encoded]
             model = {"model": self.model.name, "system_fingerprint": self.fingerprint}
@@ -157,6 +157,7 @@ class Service:
                 self.model.tokenizer,
                 model=model,
                 chat=is_chat,
+                stream=bool(body.stream),
                 include_usage=bool(stream_options.include_usage),
                 continuous_usage=bool(stream_options.continuous_usage_stats),
             )
@@ -187,18 +188,22 @@ class Service:
         return {**card, "nanorun": described}
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        broken = any(engine.broken for engine in self.model.engines)
-        status = "broken" if broken else "draining" if self.dispatcher.draining else "ok"
-        gauges = self.dispatcher.gauges()
-        figures = {name: gauges[f"nanorun_{name}"][1] for name in ("slots", "slots_busy", "queue")}
+        status = "ok"
+        if any(engine.broken for engine in self.model.engines):
+            status = "broken"
+        elif any(engine.silent for engine in self.model.engines):
+            status = "silent"
+        elif self.dispatcher.draining:
+            status = "draining"
+        busy, queued = self.dispatcher.occupancy
+        figures = {"slots": self.dispatcher.slots, "slots_busy": busy, "queue": queued}
         return 200 if status == "ok" else 503, {"status": status, "model": self.model.name, **figures}
 
-    def _check(self, body: Generation) -> None:
+    def _check_model(self, body: Generation) -> None:
         name = self.model.name
         if body.model is not None and body.model != name:
             message = f"The model '{body.model:.60}' does not exist: this server has '{name}'."
             raise ApiError(404, message, "model_not_found", "model")
-        body.check()
 
     def _max_tokens(self, wanted: int | None) -> int | None:
         limit = self.limits.tokens
@@ -212,12 +217,42 @@ class Service:
         return Sampling(**values)
 
 
+class BodyRoute(APIRoute):
+    """FastAPI documents the body, `parse_body` parses it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
+
+        async def handle(request: Request) -> Response:
+            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            try:
+                if not re.fullmatch(r"application/(.+\+)?json", content_type):
+                    raise not_an_object()
+                data = b"".join([chunk async for chunk in request.stream()])
+                response: Response = await endpoint(parse_body(data, kind))
+            except ApiError as error:
+                # FastAPI would keep it in a reference cycle, and with it the body, until the next collection.
+                return error.response()
+            return response
+
+        return handle
+
+
 def build_app(service: Service, web: Path = WEB) -> FastAPI:
     app = FastAPI(title="nanorun", version=__version__, docs_url=None, redoc_url=None)
 
-    post = functools.partial(app.post, responses={200: _COMPLETION, **_ERRORS}, response_model=None)
-    post("/v1/chat/completions")(service.chat_completions)
-    post("/v1/completions")(service.completions)
+    for path, endpoint in (
+        ("/v1/chat/completions", service.chat_completions),
+        ("/v1/completions", service.completions),
+    ):
+        app.router.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            responses={200: _COMPLETION, **_ERRORS},
+            response_model=None,
+            route_class_override=BodyRoute,
+        )
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:
@@ -229,7 +264,7 @@ def build_app(service: Service, web: Path = WEB) -> FastAPI:
             raise ApiError(404, f"The model '{name:.60}' does not exist.", "model_not_found", "model")
         return service.describe_model()
 
-    @app.get("/health", responses={503: {"description": "shutting down, or broken"}})
+    @app.get("/health", responses={503: {"description": "shutting down, broken, or silent"}})
     async def health(response: Response) -> dict[str, Any]:
         response.status_code, body = service.health()
         return body
@@ -274,10 +309,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

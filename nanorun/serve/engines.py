@@ -10,11 +10,13 @@ HTTP, encodes prompts and formats responses, all in the event loop; it loads nei
     ResponseStream   the events of one HTTP request until the response takes them
 
 A client that reads slowly gets more events at a time; the engine does not notice. The events that can accumulate
-are bounded by the tokens of the answer. Once all samples are done, their capacity is free again, even if the
-client still reads.
+are bounded by the tokens of the answer, and those with logprobs, which take a thousand times the memory, by a limit
+for all clients together. Once all samples are done, their capacity is free again, even if the client still reads.
 
 When an engine process dies, its running answers end with an error, and the dispatcher stops using it. It is not
 restarted, since the next process would die of the same cause: a supervisor that polls /health may decide otherwise.
+An engine sends a message every second. One that is silent for longer (stopped, or starved of memory) gets no requests
+until it is heard again.
 """
 
 import asyncio
@@ -34,9 +36,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from nanorun.errors import UserError
-from nanorun.infer.request import Event, Request, Sampling
+from nanorun.infer.request import MAX_TOP_LOGPROBS, Event, Request, Sampling
 from nanorun.serve import worker
-from nanorun.serve.errors import ApiError, engine_failed
+from nanorun.serve.errors import ApiError, engine_failed, engine_silent
 from nanorun.serve.metrics import Metrics, resident_bytes
 from nanorun.serve.options import ServeOptions
 from nanorun.text.store import open_tokenizer
@@ -44,6 +46,9 @@ from nanorun.text.store import open_tokenizer
 # -P and the path of this process: the same nanorun, wherever it was started.
 PROGRAM = "import sys; _, fd, pid, *sys.path = sys.argv; from nanorun.serve.worker import main; main(int(fd), int(pid))"
 EXIT_TIMEOUT_S = 5.0
+MAX_SILENCE_S = 10.0
+MAX_BATCH = 256  # tokens that a response formats before others have their turn: with all logprobs, 15 ms
+FEW_LOGPROBS = 5_000  # of one response that may always wait for its client: 500 kB
 log = logging.getLogger("nanorun.serve")
 
 Listener = Callable[[Event | BaseException], None]
@@ -71,6 +76,7 @@ class RemoteEngine:
         with contextlib.suppress(ConnectionError):  # a dead process is reported by `wait_until_ready`
             self._socket.sendall(worker.pack(wanted))
         self.broken, self._ready = False, False
+        self._last_message = math.inf
         self.occupancy = (0, 0)  # busy slots, queued samples
         self._listeners: dict[int, Listener] = {}  # of running requests, by key
         self._samples_left: dict[int, int] = {}
@@ -93,6 +99,11 @@ class RemoteEngine:
         # A duplicate: the event loop closes its own, and `close` needs one after the loop has ended.
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket.dup())
         self._reading = asyncio.create_task(self._read(reader))
+        self._last_message = time.monotonic()
+
+    @property
+    def silent(self) -> bool:
+        return time.monotonic() - self._last_message > MAX_SILENCE_S
 
     def submit(self, request: Request, listener: Listener) -> int:
         """Sends a request to the engine process and returns its key, which `cancel` takes. `_read` passes its events to
@@ -124,7 +135,7 @@ class RemoteEngine:
             while True:
                 (length,) = worker.LENGTH.unpack(await reader.readexactly(worker.LENGTH.size))
                 busy, queued, events = marshal.loads(await reader.readexactly(length))
-                self.occupancy = busy, queued
+                self.occupancy, self._last_message = (busy, queued), time.monotonic()
                 for key, encoded in events:
                     if (listener := self._listeners.get(key)) is None:
                         continue
@@ -212,6 +223,9 @@ class Dispatcher:
         self.slots = sum(engine.slots for engine in engines)
         self.max_samples = self.slots + max_queue
         self.draining = False
+        # Logprobs that wait for clients to read them, and their limit: twice what the slots can generate.
+        self.waiting_logprobs = 0
+        self.max_logprobs = sum(2 * engine.slots * engine.context * MAX_TOP_LOGPROBS for engine in engines)
         self.loads = [0] * len(engines)  # samples that each engine has reserved
 
     def admit(self, samples: int) -> "ResponseStream":
@@ -225,23 +239,29 @@ class Dispatcher:
             message = f"Too many requests: {load} answers are running or queued (at most {self.max_samples})."
             retry = {"Retry-After": str(self._retry_after(load))}
             raise ApiError(429, f"{message} Try again later.", "rate_limit_exceeded", headers=retry)
-        working = [number for number, engine in enumerate(self.engines) if not engine.broken]
-        if not working:
+        numbers = [number for number, engine in enumerate(self.engines) if not engine.broken]
+        if not numbers:
             raise engine_failed()
-        number = min(working, key=self.loads.__getitem__)
+        numbers = [number for number in numbers if not self.engines[number].silent]
+        if not numbers:
+            raise engine_silent()
+        number = min(numbers, key=self.loads.__getitem__)
         self.loads[number] += samples
         return ResponseStream(self, number, samples)
 
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Busy slots and queued samples of all engines."""
+        busy, queued = zip(*(engine.occupancy for engine in self.engines), strict=True)
+        return sum(busy), sum(queued)
+
     def gauges(self) -> dict[str, tuple[str, float]]:
-        occupancies = [engine.occupancy for engine in self.engines]
+        busy, queued = self.occupancy
         memory = sum(resident_bytes(engine.process.pid) for engine in self.engines if not engine.broken)
         return {
             "nanorun_slots": ("Sequences that can be generated at a time.", self.slots),
-            "nanorun_slots_busy": (
-                "Sequences that are being generated.",
-                sum(busy for busy, _ in occupancies),
-            ),
-            "nanorun_queue": ("Samples that wait for a slot.", sum(queued for _, queued in occupancies)),
+            "nanorun_slots_busy": ("Sequences that are being generated.", busy),
+            "nanorun_queue": ("Samples that wait for a slot.", queued),
             "nanorun_reserved": ("Samples that were admitted.", sum(self.loads)),
             "nanorun_engines_resident_memory_bytes": ("Memory of the engine processes.", memory),
             "nanorun_draining": ("1 while the server shuts down.", int(self.draining)),
@@ -264,6 +284,7 @@ class ResponseStream:
         self._keys: list[int] = []
         self._events: dict[int, list[Event]] = defaultdict(list)
         self._error: BaseException | None = None
+        self._waiting_logprobs = 0  # of these events
         self._arrived = asyncio.Event()
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -274,28 +295,48 @@ class ResponseStream:
                 if isinstance(event, BaseException):
                     self._error = event
                 else:
-                    self._events[first_choice + event.sample].append(event)
                     self._count(event)
+                    self._hold(first_choice + event.sample, event)
                 self._arrived.set()
 
             self._keys.append(self._engine.submit(request, listen))
 
-    async def next_events(self, timeout: float) -> dict[int, Event]:
-        """Waits for events and returns what is new of each choice as one event; nothing after the timeout."""
+    async def next_events(self, timeout: float, *, keep: bool = False) -> dict[int, Event]:
+        """Waits for events and returns what is new of each choice as one event, a limited number of tokens in all;
+        nothing after the timeout. With `keep`, their logprobs wait on, until `close`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._arrived.wait()
-        self._arrived.clear()
         if self._error is not None:
             raise self._error
-        events = {choice: _merge(events) for choice, events in self._events.items()}
-        self._events.clear()
-        return events
+        batch, tokens = dict[int, Event](), 0
+        while self._events and tokens < MAX_BATCH:
+            choice, events = next(iter(self._events.items()))
+            count = 0
+            while count < len(events) and tokens < MAX_BATCH:
+                tokens += len(events[count].ids)
+                count += 1
+            batch[choice] = _merge(events[:count])
+            if not keep:
+                self._count_logprobs(-_logprobs(batch[choice]))
+            del events[:count]
+            if not events:
+                del self._events[choice]
+        if self._events:
+            await asyncio.sleep(0)
+        else:
+            self._arrived.clear()
+        return batch
 
     def close(self) -> None:
-        """Cancels what still runs and releases the reserved capacity."""
+        """Cancels what still runs, releases the reserved capacity, and drops the events."""
         for key in self._keys:
             self._engine.cancel(key)
+        self._release()
+        self._events.clear()
+        self._count_logprobs(-self._waiting_logprobs)
+
+    def _release(self) -> None:
         self._dispatcher.loads[self._number] -= self._samples
         self._samples = 0
 
@@ -311,7 +352,27 @@ class ResponseStream:
                 metrics.first_token.add(reply.first_token_s)
         self._samples_left -= 1
         if not self._samples_left:
+            self._release()
+
+    def _hold(self, choice: int, event: Event) -> None:
+        """Keeps an event for the client, unless it has let too many logprobs accumulate."""
+        if self._error is not None:
+            return
+        self._events[choice].append(event)
+        self._count_logprobs(_logprobs(event))
+        is_full = self._dispatcher.waiting_logprobs > self._dispatcher.max_logprobs
+        if is_full and self._waiting_logprobs > FEW_LOGPROBS:
+            message = "The client reads too slowly: ask for fewer logprobs."
+            self._error = ApiError(408, message, "slow_client", headers={"x-should-retry": "false"})
             self.close()
+
+    def _count_logprobs(self, change: int) -> None:
+        self._waiting_logprobs += change
+        self._dispatcher.waiting_logprobs += change
+
+
+def _logprobs(event: Event) -> int:
+    return sum([len(logprobs.top) + 1 for _, logprobs in event.logprobs])
 
 
 def _merge(events: list[Event]) -> Event:

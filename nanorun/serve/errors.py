@@ -58,31 +58,39 @@ def engine_failed() -> ApiError:
     return ApiError(503, "The inference engine has failed: see the server's log.", "engine_failed")
 
 
+def engine_silent() -> ApiError:
+    message = "The inference engine does not respond. Try again later."
+    return ApiError(503, message, "engine_silent", headers={"Retry-After": "10"})
+
+
+def not_an_object() -> ApiError:
+    needed = "a JSON object, sent with the header Content-Type: application/json"
+    return ApiError(400, f"The body must be {needed}.", "invalid_json")
+
+
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Reports the most specific error: in a union, the other branches fail higher up, or by their type."""
     error = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
-    if error["type"] == "json_invalid":
-        return ApiError(400, "The body of the request is not valid JSON.", "invalid_json")
     param = _param(error["loc"])
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
     if error["type"] == "missing":
-        return ApiError(400, f"Missing required parameter: '{param}'.", param=param or None)
+        return ApiError(400, f"Missing required parameter: '{param}'.", param=param)
     if not param:
-        needed = "a JSON object, sent with the header Content-Type: application/json"
-        return ApiError(400, f"The body must be {needed}.", "invalid_json")
+        return not_an_object()
+    if error["type"] == "too_long" and param == "messages":
+        count, limit = error["ctx"]["actual_length"], error["ctx"]["max_length"]
+        return ApiError(400, f"Too many messages: {count} (at most {limit}).", "too_many_messages", param)
     problem = error["msg"].removeprefix("Value error, ")
     return ApiError(400, f"Invalid '{param}': {problem}.", "invalid_value", param)
 
 
 def _param(loc: Sequence[int | str]) -> str:
-    """('body', 'messages', 0, 'content', 'list[Part]', 1) -> messages[0].content[1]"""
+    """('messages', 0, 'content', 'list[Part]', 1) -> messages[0].content[1]"""
     path = ""
-    for at in loc[1:] if loc and loc[0] == "body" else loc:
+    for at in loc:
         if isinstance(at, int):
             path += f"[{at}]"
-        elif at.isidentifier() and at not in ("str", "int", "list", "none"):
-            path += f".{at}" if path else at
-        elif not any(sign in at for sign in "[(-"):  # an unusual field name, not a type
+        elif at not in ("str", "int", "list", "none") and not any(sign in at for sign in "[(-"):  # not a type
             path += f".{at[:60]}" if path else at[:60]
     return path

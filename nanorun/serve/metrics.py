@@ -37,9 +37,9 @@ class Histogram:
 class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
-        self.open_requests = 0
+        self.open_requests = self.connections = 0
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
-        self.disconnects = 0
+        self.disconnects = self.dropped_connections = 0
         self.first_token = Histogram()
         self.duration = Histogram()
 
@@ -53,10 +53,12 @@ class Metrics:
             ("cached_tokens", "Tokens of prompts found in the KV cache.", self.cached_tokens),
             ("completion_tokens", "Tokens sampled from the model.", self.completion_tokens),
             ("disconnects", "Requests whose client disconnected before the end.", self.disconnects),
+            ("dropped_connections", "Connections closed for waiting too long.", self.dropped_connections),
         ):
             lines += _header(f"nanorun_{name}_total", "counter", help_text)
             lines.append(f"nanorun_{name}_total {total}")
         every_gauge = {
+            "nanorun_connections": ("Open connections.", float(self.connections)),
             "nanorun_open_requests": ("Requests in progress.", float(self.open_requests)),
             **gauges,
             "process_resident_memory_bytes": ("Memory of this process.", resident_bytes()),

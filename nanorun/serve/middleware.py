@@ -3,14 +3,15 @@
 - The host: a server on the loopback accepts local names only. Otherwise a page in the browser could reach it
   under a name of its own that resolves to this machine (DNS rebinding).
 - The API key, compared in constant time, for everything except /health and the page.
-- The body: read as a whole, within a size and a time. The rest of a body that is too large is read for a while
-  and discarded, since a client that is still sending would not see the response.
+- The body: read as a whole, within a size and a time, and only a few large ones at once. The rest of a body that is
+  too large is read for a while and discarded, since a client that is still sending would not see the response.
 - Response headers that restrict what a browser does with a response.
 
 There is no rate limit per client and no encryption: put a proxy in front of a public server.
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ from nanorun.serve.options import LOOPBACK, ServeOptions
 log = logging.getLogger("nanorun.serve")
 
 MAX_DISCARDED = 64 * 2**20  # bytes of a body that is too large
+SMALL_BODY = 64 * 2**10  # bytes that every request may send at once
+LARGE_BODIES = 32  # that are received at once: the memory that slow clients can occupy
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -42,6 +45,7 @@ class SecurityMiddleware:
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics, paths: Iterable[str]) -> None:
         self._app, self._limits, self._metrics = app, options.limits, metrics
         self._paths = frozenset(paths)  # counted by name
+        self._large_bodies = asyncio.Semaphore(LARGE_BODIES)
         self._key = options.api_key.encode() if options.api_key is not None else None
         is_local = options.host in LOOPBACK
         self._hosts = {*LOOPBACK, "[::1]", *options.allow_hosts} if is_local else None
@@ -66,7 +70,8 @@ class SecurityMiddleware:
         metrics.open_requests += 1
         try:
             self._check(Headers(scope=scope), path)
-            await self._app(scope, await self._read_body(receive), send_with_headers)
+            if (body := await self._read_body(receive)) is not None:
+                await self._app(scope, _replay(body, receive), send_with_headers)
         except ApiError as error:
             await error.response()(scope, receive, send_with_headers)
         except Exception:
@@ -90,42 +95,39 @@ class SecurityMiddleware:
                 message = f"{problem} Send it in the header 'Authorization: Bearer KEY'."
                 raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    async def _read_body(self, receive: Receive) -> Receive:
-        """Returns a `receive` that has the whole body in its first message."""
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        """None if the client has disconnected."""
+        limit, chunks, size, more = self._limits.body_bytes, list[bytes](), 0, True
         try:
-            async with asyncio.timeout(self._limits.body_s):
-                first = await _read(receive, self._limits.body_bytes)
+            async with asyncio.timeout(self._limits.body_s), contextlib.AsyncExitStack() as stack:
+                while more and size <= limit + MAX_DISCARDED:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    chunks.append(message.get("body", b""))
+                    was_small, size = size <= SMALL_BODY, size + len(chunks[-1])
+                    more = message.get("more_body", False)
+                    if more and was_small and size > SMALL_BODY:
+                        await stack.enter_async_context(self._large_bodies)
+                    if size > limit:
+                        chunks.clear()
         except TimeoutError:
-            message = f"The request was not complete after {self._limits.body_s:g} s."
-            raise ApiError(408, message, "timeout", headers={"Connection": "close"}) from None
-        is_first = True
-
-        async def replay() -> Message:
-            nonlocal is_first
-            if first["type"] != "http.disconnect" and not is_first:
-                return await receive()
-            is_first = False
-            return first
-
-        return replay
+            problem = f"The request was not complete after {self._limits.body_s:g} s."
+            raise ApiError(408, problem, "timeout", headers={"Connection": "close"}) from None
+        if size > limit:
+            problem = f"The request is too large: more than {limit} bytes."
+            raise ApiError(413, problem, "request_too_large", headers={"Connection": "close"})
+        return b"".join(chunks)
 
 
-async def _read(receive: Receive, limit: int) -> Message:
-    """The whole body as one message, or the message that the client has disconnected."""
-    chunks, size, more = list[bytes](), 0, True
-    while more and size <= limit + MAX_DISCARDED:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return message
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        more = message.get("more_body", False)
-    if size > limit:
-        problem = f"The request is too large: more than {limit} bytes."
-        raise ApiError(413, problem, "request_too_large", headers={"Connection": "close"})
-    return {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that has the whole body in its first message, and does not keep it afterwards."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
 
 
 def _hostname(host: str) -> str:

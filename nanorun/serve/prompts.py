@@ -50,15 +50,15 @@ class PromptEncoder:
             self._check_size(len(prompt.encode("utf-8", "replace")), "prompt")
             ids: Sequence[int] = tokenizer.encode(prompt)
         else:
-            ids = prompt
-            invalid = next((i for i in prompt if i >= tokenizer.vocab_size or tokenizer.is_special(i)), None)
-            if invalid is not None and invalid != tokenizer.bos:
+            self._check_length(len(prompt), "prompt")
+            ids = prompt[1:] if prompt[:1] == [tokenizer.bos] else prompt
+            invalid = next((i for i in ids if i >= tokenizer.vocab_size or tokenizer.is_special(i)), None)
+            if invalid is not None:
                 allowed = f"the tokens of a text are below {tokenizer.vocab_size} and not special"
                 raise ApiError(400, f"The prompt has token {invalid}: {allowed}.", param="prompt")
-        if not ids or ids[0] != tokenizer.bos:
-            ids = [tokenizer.bos, *ids]
+        ids = [tokenizer.bos, *ids]
         self._check_length(len(ids), "prompt")
-        return list(ids)
+        return ids
 
     def _check_size(self, size: int, param: str) -> None:
         """Rejects what cannot fit, before it is encoded."""

@@ -15,22 +15,23 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanorun.infer.request import Event, PlainText, Reply, Request
+from nanorun.infer.request import Event, PlainText, Reply, Request, join_text
 from nanorun.serve.engines import ResponseStream
 from nanorun.serve.errors import ApiError, internal_error
 from nanorun.serve.metrics import Metrics
 from nanorun.serve.options import RequestLimits
-from nanorun.text.chat import join_pieces
+from nanorun.text.chat import Piece, join_pieces
 from nanorun.text.tokenizer import Tokenizer
 
 FIRST_WRITE_S = 0.2  # the status waits this long for the first words, to go out with them
 KEEP_ALIVE_S = 10.0
+WRITE_BYTES = 64 * 2**10
 log = logging.getLogger("nanorun.serve")
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -46,6 +47,7 @@ class CompletionResponse(Response):
         *,
         model: dict[str, Any],  # the fields of every object that name it
         chat: bool,
+        stream: bool,
         include_usage: bool,  # at the end of a stream
         continuous_usage: bool,  # in every chunk, the usage so far
     ) -> None:
@@ -53,7 +55,7 @@ class CompletionResponse(Response):
         self._limits, self._metrics = limits, metrics
         self._tokenizer, self._chat = tokenizer, chat
         self._include_usage, self._continuous_usage = include_usage, continuous_usage
-        self._stream, self._samples = requests[0].stream, requests[0].samples
+        self._stream, self._samples = stream, requests[0].samples
         super().__init__(media_type="text/event-stream" if self._stream else "application/json")
         kind = "chat.completion" if chat else "text_completion"
         self._fields = {
@@ -79,8 +81,6 @@ class CompletionResponse(Response):
             # A retry would take as long again: the header tells OpenAI's clients not to.
             error = ApiError(408, message, "timeout", headers={"x-should-retry": "false"})
             await self._fail(error, scope, receive, send)
-        except _ClientStalled:
-            self._metrics.disconnects += 1
         except ApiError as error:
             await self._fail(error, scope, receive, send)
         except Exception:
@@ -91,14 +91,27 @@ class CompletionResponse(Response):
             self._metrics.duration.add(time.perf_counter() - self._response_stream.start_time)
 
     async def _write_object(self, send: Send) -> None:
-        choices: list[Any] = [None] * len(self._replies)
+        pieces: list[list[Piece]] = [[] for _ in self._replies]
+        logprobs = [_EncodedLogprobs() for _ in self._replies]
         while None in self._replies:
-            for index, event in (await self._response_stream.next_events(KEEP_ALIVE_S)).items():
+            events = await self._response_stream.next_events(KEEP_ALIVE_S, keep=True)
+            for index, event in events.items():
                 self._receive(index, event)
-                choices[index] = self._choice(index, event)
-        body = _encoder.encode({**self._fields, "choices": choices, "usage": self._usage()}).encode()
-        self.headers["content-length"] = str(len(body))
-        await self._send(send, body, last=True)
+                pieces[index] += event.pieces
+                logprobs[index].add(self._logprobs(index, event))
+        parts = [_open({**self._fields, "usage": self._usage()}), b',"choices":[']
+        for index in range(len(self._replies)):
+            choice = _open(self._choice(index, pieces[index]))
+            parts += [b"," * bool(index), choice, b',"logprobs":', *logprobs[index].parts(), b"}"]
+        parts.append(b"]}")
+        self.headers["content-length"] = str(sum(map(len, parts)))
+        data = b""
+        for part in parts:
+            data += part
+            if len(data) >= WRITE_BYTES:
+                await self._send(send, data, last=False)
+                data = b""
+        await self._send(send, data, last=True)
 
     async def _write_stream(self, send: Send) -> None:
         self.headers["cache-control"] = "no-cache"
@@ -129,16 +142,17 @@ class CompletionResponse(Response):
 
     # -- JSON ----------------------------------------------------------------------------------------
 
-    def _choice(self, index: int, event: Event) -> dict[str, Any]:
-        assert event.reply is not None
-        choice: dict[str, Any] = {"index": index}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": event.text, "refusal": None}
-            if any(kind != "text" for kind, _ in event.pieces):
-                choice["message"]["nanorun_parts"] = join_pieces(event.pieces)
-        else:
-            choice["text"] = event.text
-        return {**choice, "logprobs": self._logprobs(index, event), "finish_reason": event.reply.finish}
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Without its logprobs."""
+        reply, text = self._replies[index], join_text(pieces)
+        assert reply is not None
+        choice: dict[str, Any] = {"index": index, "finish_reason": reply.finish}
+        if not self._chat:
+            return {**choice, "text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if any(kind != "text" for kind, _ in pieces):
+            message["nanorun_parts"] = join_pieces(pieces)
+        return {**choice, "message": message}
 
     def _chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
         """One chunk for each part, in order; with its exact text, unless that is its content."""
@@ -203,53 +217,76 @@ class CompletionResponse(Response):
     # -- sending -------------------------------------------------------------------------------------
 
     async def _send(self, send: Send, body: bytes, *, last: bool) -> None:
-        """Writes a part of the body, before the first one the status and headers. A client that does not read it within
-        `stall_s` raises `_ClientStalled`."""
-        try:
-            async with asyncio.timeout(self._limits.stall_s):
-                if not self._started:
-                    self._started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": body, "more_body": not last})
-        except TimeoutError:
-            raise _ClientStalled from None
+        """Writes a part of the body, before the first one the status and headers."""
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:
             await error.response()(scope, receive, send)
         elif self._stream:  # the status was sent already
-            try:
-                await self._send(send, b"data: " + error.body.encode() + b"\n\n", last=True)
-            except (_ClientStalled, OSError):
-                self._metrics.disconnects += 1
+            await self._send(send, b"data: " + error.body.encode() + b"\n\n", last=True)
 
 
-class _ClientStalled(Exception):
-    """The client reads nothing."""
+class _EncodedLogprobs:
+    """The logprobs of a choice that is sent as a whole. Its lists are encoded as they arrive: all at once they would
+    block the event loop, and as objects they would take ten times the memory."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, list[bytes] | None] | None = None  # the encoded values of each list
+
+    def add(self, logprobs: Mapping[str, list[Any] | None] | None) -> None:
+        if logprobs is None:
+            return
+        if self._fields is None:
+            self._fields = {name: None if values is None else [] for name, values in logprobs.items()}
+        for name, values in logprobs.items():
+            if values and (encoded := self._fields[name]) is not None:
+                encoded.append(_encoder.encode(values)[1:-1].encode())
+
+    def parts(self) -> Iterator[bytes]:
+        """The parts of the object's JSON."""
+        if self._fields is None:
+            yield b"null"
+            return
+        sign = "{"
+        for name, encoded in self._fields.items():
+            yield f'{sign}"{name}":'.encode()
+            yield b"null" if encoded is None else b"[" + b",".join(encoded) + b"]"
+            sign = ","
+        yield b"}"
 
 
-async def _disconnected_during(write: Awaitable[None], receive: Receive) -> bool:
+async def _disconnected_during(write: Coroutine[Any, Any, None], receive: Receive) -> bool:
     """Writes until the end, or until the client disconnects: then True."""
 
-    async def disconnect() -> None:
+    async def disconnected() -> bool:
         while (await receive())["type"] != "http.disconnect":
             pass
+        return not writing.done()  # the end of a response is a disconnect, too
 
-    tasks = [asyncio.ensure_future(write), asyncio.ensure_future(disconnect())]
+    writing = asyncio.create_task(write)
+    watching = asyncio.create_task(disconnected())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            tasks[0].result()
-            return False
-        return True
+        await asyncio.wait([writing, watching], return_when=asyncio.FIRST_COMPLETED)
+        if writing.done():
+            writing.result()
+        return watching.done() and watching.result()
     finally:
-        for task in tasks:
+        for task in (writing, watching):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(writing, watching, return_exceptions=True)
 
 
 def _chunk(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def _open(value: dict[str, Any]) -> bytes:
+    """An object without its closing brace."""
+    return _encoder.encode(value)[:-1].encode()
 
 
 def _sse(value: dict[str, Any]) -> bytes:

@@ -6,10 +6,14 @@ seconds), then it stops. The second one stops it at once.
 
 import asyncio
 import contextlib
+import errno
+import gc
 import logging
+import math
 import socket
+import time
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanorun import console
 from nanorun.errors import UserError
@@ -18,12 +22,21 @@ from nanorun.serve.options import LOOPBACK, ServeOptions
 if TYPE_CHECKING:
     from nanorun.serve.app import Service
 
+BACKLOG = 1024  # connections that the kernel holds
+ACCEPTS = 64  # connections that the event loop accepts in a row
+HEADER_BYTES = 16 * 2**10
+FULL_COLLECTION = (
+    100  # partial collections between two full ones, which take 50 ms with a thousand connections
+)
+REPEAT_S = 10.0  # the same line is not logged again for so long
+log = logging.getLogger("nanorun.serve")
+
 
 def serve(options: ServeOptions) -> None:
     try:
         import uvicorn
 
-        from nanorun.serve import app, engines
+        from nanorun.serve import app, connection, engines
     except ModuleNotFoundError as error:
         raise UserError(
             f"The server needs {error.name}, which is not installed: pip install 'nanorun[serve]'."
@@ -31,18 +44,25 @@ def serve(options: ServeOptions) -> None:
 
     listening = _listen(options)
     console.say("Loading the model ...")
-    logging.getLogger("nanorun.serve").addHandler(logging.StreamHandler())
+    log.addHandler(logging.StreamHandler())
     logging.getLogger("uvicorn.error").addFilter(_is_not_cancellation)
+    for name in ("nanorun.serve", "uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(RepeatFilter())
     with contextlib.closing(engines.RemoteModel(options)) as model:
         service = app.Service(model, options)
+        pool = connection.ConnectionPool(options.limits, service.metrics)
         config = uvicorn.Config(
             app.build_app(service),
+            http=pool.create_protocol,  # type: ignore[arg-type]  # uvicorn only calls it
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            loop="asyncio",
+            backlog=ACCEPTS,
             log_level="warning",
             access_log=False,
             server_header=False,
             date_header=False,
             timeout_graceful_shutdown=5,
-            timeout_keep_alive=30,
+            timeout_keep_alive=math.ceil(options.limits.idle_s),
             ws="none",
         )
 
@@ -51,8 +71,13 @@ def serve(options: ServeOptions) -> None:
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 self.loop = asyncio.get_running_loop()
+                self.loop.set_exception_handler(_log_loop_error)
                 await model.connect()
                 await super().startup(sockets)
+                listening.listen(BACKLOG)
+                self.watching = asyncio.create_task(pool.close_overdue())
+                gc.freeze()  # what exists by now stays: later collections need not visit it
+                gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION)
                 _print_address(service, listening.getsockname()[1])
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -74,6 +99,36 @@ def serve(options: ServeOptions) -> None:
         Server(config).run([listening])
 
 
+class RepeatFilter(logging.Filter):
+    """Passes a line again only after a while, with the number of times that it was left out: clients may cause as many
+    lines as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[Any, tuple[float, int]] = {}  # last time that it passed, times it was left out since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key, now = (record.msg, record.exc_info and record.exc_info[0]), time.monotonic()
+        passed, left_out = self._seen.get(key, (-math.inf, 0))
+        if now - passed < REPEAT_S:
+            self._seen[key] = passed, left_out + 1
+            return False
+        if len(self._seen) >= 1024:
+            self._seen.clear()
+        self._seen[key] = now, 0
+        if left_out:
+            record.msg = f"{record.msg} ({left_out} more such lines were left out.)"
+        return True
+
+
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        log.error("No more files can be opened, so new connections wait: raise the limit with ulimit -n.")
+    else:
+        loop.default_exception_handler(context)
+
+
 def _is_not_cancellation(record: logging.LogRecord) -> bool:
     """Filters out requests that a second signal cancelled."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
@@ -87,7 +142,7 @@ def _listen(options: ServeOptions) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((options.host, options.port))
-        listening.listen(1024)
+        listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
         raise UserError(

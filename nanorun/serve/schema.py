@@ -4,6 +4,8 @@ Three kinds of fields: those that are implemented; those that are harmless and i
 `metadata`...); those that would change the answer and are not supported (`tools`, images, JSON modes, the additive
 penalties...), which are rejected unless they have no effect. A name that OpenAI does not have is rejected, except
 ours (top_k, min_p, repetition_penalty, truncation, nanorun_parts) and vLLM's continuous_usage_stats.
+
+Each list fails at its first invalid value: a list of errors could be as long as the request.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,10 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from nanorun.infer.request import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 from nanorun.serve.errors import ApiError
 
+MAX_MESSAGES = 4096
 MAX_SEED = 2**63 - 2**20 - 1
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class _Strict(BaseModel):
@@ -29,18 +34,21 @@ class Part(BaseModel):
     text: str
 
 
+Parts = Annotated[list[Part], Field(fail_fast=True)]
+
+
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")  # other fields of answers: refusal, annotations
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
-    nanorun_parts: list[Part] | None = None  # of an answer with a tool call, sent back
+    content: str | Parts | None = None
+    nanorun_parts: Parts | None = None  # of an answer with a tool call, sent back
     tool_calls: list[Any] | None = None
 
     @property
     def size(self) -> int:
-        """Characters of the content."""
+        """Characters of the content, and one for each part."""
         parts = self.nanorun_parts if self.nanorun_parts is not None else self.content or ""
-        return len(parts) if isinstance(parts, str) else sum(len(part.text) for part in parts)
+        return len(parts) + 1 if isinstance(parts, str) else sum(len(part.text) + 1 for part in parts)
 
 
 class StreamOptions(_Strict):
@@ -60,7 +68,7 @@ class Generation(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     n: int | None = Field(None, ge=1)  # its limit, which depends on the number of prompts: app.py
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -83,7 +91,7 @@ class Generation(_Strict):
 
 
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -93,7 +101,7 @@ class ChatRequest(Generation):
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
     audio: Any = None
     web_search_options: Any = None
     # Ignored:
@@ -126,7 +134,12 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
     suffix: str | None = None

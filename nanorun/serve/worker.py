@@ -9,7 +9,8 @@ cheaper than pickled objects. It is not a public format: both ends are the same 
 Beside the engine's thread there are two: the main thread reads requests, the other sends everything that was
 generated since its last message. A token sent by itself costs the server and its client a write, a wake-up and
 a read. So events are emitted after at most a hundred steps per second, for all sequences together, and
-after fewer when many run. The first token of a sequence and its end are sent at once.
+after fewer when many run. The first token of a sequence and its end are sent at once. While there is nothing to send,
+an empty message every second shows the server that the process runs.
 
 The process never outlives the server: it exits at the end of the socket, and on Linux the kernel kills it, in case
 Python is stuck. It ignores the usual signals, because Ctrl-C reaches a whole process group and some supervisors stop
@@ -26,6 +27,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 EVENTS_PER_S = 1_280  # of all sequences together: 20 of each with 64 sequences
 POLL_S = 0.05  # how long the server may see an outdated occupancy
+HEARTBEAT_S = 1.0
 LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 
@@ -143,20 +146,22 @@ class Worker:
             self._events.put(None)
 
     def _send(self) -> None:
-        sent = (0, 0)
+        sent, sent_at = (0, 0), 0.0
         try:
             while True:
                 gathered = []
                 with contextlib.suppress(queue.Empty):
-                    gathered.append(self._events.get(timeout=POLL_S if self._running or any(sent) else None))
+                    timeout = POLL_S if self._running or any(sent) else HEARTBEAT_S
+                    gathered.append(self._events.get(timeout=timeout))
                     while True:
                         gathered.append(self._events.get_nowait())
                 encoded = [(item[0], self._encode(item[1])) for item in gathered if item is not None]
                 for key in [key for key, handle in list(self._running.items()) if handle.is_done]:
                     del self._running[key]
                 occupancy = self._engine.occupancy
-                if encoded or occupancy != sent:
-                    sent = occupancy
+                now = time.monotonic()
+                if encoded or occupancy != sent or now - sent_at >= HEARTBEAT_S:
+                    sent, sent_at = occupancy, now
                     self._connection.sendall(pack((*occupancy, encoded)))
         except ConnectionError:
             os._exit(0)  # the server is gone

@@ -1,8 +1,8 @@
 """HumanEval: Python functions to complete from their docstrings (openai_humaneval), graded by running their tests.
 
-A reply is the body, or the whole function again, bare or in a ``` block. The program is the prompt, the reply
-and the tests. It runs in the sandbox; without one, grading raises SandboxUnavailable: a model's code never runs
-unprotected. There is only a test set.
+A reply is the body, or the whole function again, bare or in a ``` block. The program is the prompt and the reply. It
+runs in a sandbox and the tests in another, where no reply can reach them; without a sandbox, grading raises
+SandboxUnavailable: a model's code never runs unprotected. There is only a test set.
 """
 
 import re
@@ -42,7 +42,16 @@ class HumanEval:
         with self._lock:
             if self._sandbox is None:
                 self._sandbox = Sandbox.probe()
-        return float(self._sandbox.run(program(self._records[index], reply_text(reply)), timeout=TIMEOUT).ok)
+        record = self._records[index]
+        code = program(record, reply_text(reply))
+        return float(self._sandbox.grade(code, checks(record), record["entry_point"], timeout=TIMEOUT).ok)
+
+
+def checks(record: Record) -> str:
+    """The tests to run, after what the prompt defines before the function: some of them use it."""
+    start = _find_function(record)
+    before = record["prompt"][: start.start()] if start else ""
+    return f"{before}\n\n{record['test']}\n\ncheck({record['entry_point']})\n"
 
 
 def _checked(record: Record) -> Record:
@@ -51,11 +60,11 @@ def _checked(record: Record) -> Record:
 
 
 def program(record: Record, reply: str) -> str:
-    """The program to run: the function as the reply completes it, and its tests."""
+    """The program to grade: the function as the reply completes it."""
     prompt, entry = record["prompt"], record["entry_point"]
     block = re.search(r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
     code = block[1] if block else reply
-    start = re.search(rf"^(?:async )?def {re.escape(entry)}\b", prompt, re.MULTILINE)
+    start = _find_function(record)
     if re.search(rf"^\s*def {re.escape(entry)}\b", code, re.MULTILINE):
         # The whole function: it follows what the prompt defines and imports.
         function = (prompt[: start.start()] if start else "") + textwrap.dedent(code)
@@ -65,7 +74,12 @@ def program(record: Record, reply: str) -> str:
             body = code.strip("\n")
             candidates = (f"    {body.lstrip()}", textwrap.indent(textwrap.dedent(body), "    "))
             function = next((prompt + each for each in candidates if _parses(prompt + each)), function)
-    return f"{function}\n\n{record['test']}\n\ncheck({entry})\n"
+    return function
+
+
+def _find_function(record: Record) -> re.Match[str] | None:
+    """Where the function to complete begins in the prompt."""
+    return re.search(rf"^(?:async )?def {re.escape(record['entry_point'])}\b", record["prompt"], re.MULTILINE)
 
 
 def _parses(code: str) -> bool:

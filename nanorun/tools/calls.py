@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from nanorun.text.tokenizer import Tokenizer
 from nanorun.tools.calculator import ToolError, calculate
-from nanorun.tools.sandbox import Sandbox, SandboxResult, SandboxUnavailable
+from nanorun.tools.sandbox import SECONDS, Sandbox, SandboxResult, SandboxUnavailable
 
 __all__ = ["ToolCall", "ToolError", "ToolFunction", "ToolState", "calculate", "python_tool"]
 
@@ -96,7 +96,7 @@ class ToolState:
         return ToolCall(code, refused, closed)
 
 
-def python_tool(sandbox: Sandbox, *, timeout: float = 5.0) -> ToolFunction:
+def python_tool(sandbox: Sandbox, *, timeout: float = SECONDS) -> ToolFunction:
     """Runs whole programs and returns what they print. A bare expression goes to the calculator."""
 
     def run(code: str) -> str:

@@ -50,7 +50,7 @@ execve 59/221, exit 60/93, exit_group 231/94, wait4 61/260, waitid 247/95, getpi
 getppid 110/173, getpgid 121/155, getpgrp 111/-, getsid 124/156, getuid 102/174, geteuid 107/175,
 getgid 104/176, getegid 108/177, getgroups 115/158, getresuid 118/148, getresgid 120/150,
 setresuid 117/147, setresgid 119/149, setgroups 116/159, getpriority 140/141, getrusage 98/165,
-getrlimit 97/163, setrlimit 160/164, prlimit64 302/261, uname 63/160, sysinfo 99/179, getrandom 318/278
+getrlimit 97/163, setrlimit 160/164, uname 63/160, sysinfo 99/179, getrandom 318/278
 """
 
 # Opcodes and return values (linux/bpf_common.h, linux/seccomp.h).
@@ -64,6 +64,7 @@ _CHECKED = (  # numbers, which argument, the test, values
     ((56, 220), 0, _IF_BIT, (_CLONE_THREAD,)),
     ((53, 199), 0, _IF_EQUAL, (_AF_UNIX,)),  # socketpair
     ((16, 29), 1, _IF_EQUAL, _HARMLESS_IOCTLS),
+    ((302, 261), 0, _IF_EQUAL, (0,)),  # prlimit64 of the calling process
 )
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 

@@ -8,7 +8,8 @@ above the recent median is skipped: its update is not applied. The `limits` are 
 decides by itself, without a sync, and `check` then comes to the same verdict. Several bad losses in a row mean that the
 weights themselves are damaged, so the run rolls back to its last checkpoint; if rolling back does not help either, the
 run ends with the likely causes. The guard sees two numbers a step: it does not notice a slow drift, a wrong dataset, or
-damage smaller than its thresholds.
+damage smaller than its thresholds. NaN in weights that a step does not use, such as the embedding of a rare token, is
+found by the next save, and rolls back, too.
 
 `ThroughputMonitor` compares the run with itself: when tokens per second stay well below the run's own median, it warns
 once, with what it can observe of the cause: time spent waiting for data, the GPU's clock, the load.
@@ -141,15 +142,7 @@ class TrainingGuard:
             state.in_a_row += 1
             if state.in_a_row < self.patience:
                 return "skip"
-            if state.rollbacks >= self.max_rollbacks:
-                raise UserError(
-                    f"Training rolled back to a checkpoint {state.rollbacks} times and failed each time "
-                    f"({self.reason}): look for broken documents in the data, start anew with another --seed or a "
-                    "larger --batch-tokens, or lower the learning rates in a copy of the run's config.json (--config)."
-                )
-            state.in_a_row = 0
-            state.rollbacks += 1
-            state.trouble = max(state.trouble, state.position)
+            self.count_rollback(self.reason)
             return "rollback"
         is_spike = grad_norm > self._norm_limit()
         state.spikes_in_a_row = state.spikes_in_a_row + 1 if is_spike else 0
@@ -165,6 +158,19 @@ class TrainingGuard:
         if not is_spike and state.position > state.trouble + self.window:
             state.rollbacks = 0
         return "ok"
+
+    def count_rollback(self, reason: str) -> None:
+        """Raises a UserError if rolling back has not helped before."""
+        state = self._state
+        if state.rollbacks >= self.max_rollbacks:
+            raise UserError(
+                f"Training rolled back to a checkpoint {state.rollbacks} times and failed each time ({reason}): look "
+                "for broken documents in the data, start anew with another --seed or a larger --batch-tokens, or "
+                "lower the learning rates in a copy of the run's config.json (--config)."
+            )
+        state.in_a_row = 0
+        state.rollbacks += 1
+        state.trouble = max(state.trouble, state.position)
 
     def load_rolled_back_state(self, saved: Mapping[str, Any]) -> None:
         """Restores the history of a checkpoint, but keeps the count of skips and rollbacks."""

@@ -13,7 +13,7 @@ Reinforcement learning has a step of its own (rl.py), which ends in the same `up
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, Protocol
@@ -225,12 +225,13 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
             except StepInterrupted:
                 break
             except OutOfData:  # a rollback repeated steps, and data is never used twice
-                save(t)
+                save_last(t)
                 log_missing_evaluations(t, evaluations_due(t, ended=True))
                 return True
             except DataUnavailable:
                 if t.step and t.step not in checkpoint.steps(t.run.checkpoints):
-                    save(t)
+                    with suppress(checkpoint.NonFinite):  # the data is what the user must know of
+                        save(t)
                 raise
             t.log(step_record(t, step))
             note = step.note or f"step {t.step}/{train.steps}, loss {step.loss:.3f}"
@@ -239,20 +240,22 @@ def train(t: Training, take_step: Callable[[Training], Step] = train_step) -> bo
                 bar.note(warning)
             if step.verdict != "ok":
                 bar.note(f"step {t.step} skipped: {t.guard.reason}")
-            if step.verdict == "rollback" and roll_back(t):
+            if step.verdict == "rollback" and roll_back(t, "several bad steps in a row"):
                 continue
             minutes = (time.monotonic() - last_save) / 60
             due = evaluations_due(t)
             if due or t.step % train.save_every == 0 or minutes >= train.save_minutes:
                 with bar.aside():
-                    save(t)
+                    saved = save_or_roll_back(t)
                 last_save = time.monotonic()
+                if not saved:
+                    continue
             for kind in due:
                 with bar.aside():
                     result = log_evaluation(t, kind)
                 bar.note(f"{result.sentence()} at step {t.step}")
         if t.step < train.steps:
-            save(t)
+            save_last(t)
     return t.step == train.steps
 
 
@@ -301,6 +304,7 @@ def log_evaluation(t: Training, kind: Kind = "eval") -> Evaluation:
 
 
 def save(t: Training) -> None:
+    """Raises NonFinite, and writes nothing, if a weight is NaN or infinite."""
     state = {
         "step": t.step,
         "tokens": t.tokens,
@@ -316,12 +320,38 @@ def save(t: Training) -> None:
     t.run.fail_if_removed()
     folder = t.run.checkpoints
     rng = {f"rng.{name}": tensor for name, tensor in checkpoint.rng_state().items()}
-    try:
-        checkpoint.save(folder, t.step, t.model.state_dict(), {**t.optimizer.state_dict(), **rng}, state)
-    except checkpoint.NonFinite as error:
-        say(f"not saved: {error}")
-        return
+    checkpoint.save(folder, t.step, t.model.state_dict(), {**t.optimizer.state_dict(), **rng}, state)
     checkpoint.prune(folder, t.config.train.keep_checkpoints)
+
+
+def save_or_roll_back(t: Training) -> bool:
+    """Saves. Damaged weights, which cannot be saved, are replaced by those of the last checkpoint: returns False."""
+    try:
+        save(t)
+    except checkpoint.NonFinite as error:
+        if not checkpoint.steps(t.run.checkpoints):
+            raise _unsaved(t, error) from error
+        t.guard.count_rollback(str(error))
+        roll_back(t, str(error))
+        return False
+    return True
+
+
+def save_last(t: Training) -> None:
+    """Saves before the loop ends."""
+    try:
+        save(t)
+    except checkpoint.NonFinite as error:
+        raise _unsaved(t, error) from error
+
+
+def _unsaved(t: Training, error: checkpoint.NonFinite) -> UserError:
+    last = checkpoint.steps(t.run.checkpoints)
+    again = f"resumes from step {last[-1]}" if last else "starts over"
+    return UserError(
+        f"Step {t.step} of '{t.run.name}' is not saved: {error}. The same command {again}; if this is repeated, lower "
+        "the learning rates in a copy of the run's config.json (--config), or test the memory of this machine."
+    )
 
 
 _GUARD_SHAPE = {
@@ -408,15 +438,13 @@ def load_weights(t: Training, found: checkpoint.Checkpoint, with_optimizer: bool
         t.optimizer.load_state_dict({n: s for n, s in found.optimizer.items() if not n.startswith("rng.")})
 
 
-def roll_back(t: Training) -> bool:
+def roll_back(t: Training, reason: str) -> bool:
     """Restores the last checkpoint, and continues with the data after the bad steps, which would fail again."""
     found = checkpoint.load_newest(t.run.checkpoints)
     if found is None:
-        say(f"step {t.step}: several bad steps in a row and no checkpoint yet; skipping them")
+        say(f"step {t.step}: {reason} and no checkpoint yet; skipping them")
         return False
-    say(
-        f"step {t.step}: several bad steps in a row; rolling back to step {found.step} and skipping this data"
-    )
+    say(f"step {t.step}: {reason}; rolling back to step {found.step} and skipping this data")
     load_weights(t, found)
     t.step = found.step
     t.guard.load_rolled_back_state(found.state["guard"])

@@ -93,6 +93,7 @@ def configure(
     defaults: dict[str, Any] = {"eval_every": 25, "save_every": 25, "save_minutes": 10.0, "seed": 0}
     config = replace(
         inherited,
+        model=replace(inherited.model, dropout=0.0),  # the policy is what was sampled from
         optim=inherited.optim.fine_tuning(lr_fraction, warmdown=1.0),
         train=TrainConfig(steps=steps, batch_tokens=batch_tokens, **{**defaults, **(train or {})}),
         kind="rl",

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from nanorun import hardware, home
-from nanorun.config import Config
+from nanorun.config import NARROW, Config
 from nanorun.console import command, say
 from nanorun.data.conversations import Conversations, render_all
 from nanorun.data.rows import RowOrder, count_rows
@@ -153,9 +153,19 @@ def configure(parent: Config, sft: SFTOptions, material: Material) -> Config:
     )
     lr_fraction = LR_FRACTION if parent.kind == "base" else 1.0  # midtraining has applied it already
     lr_fraction *= math.sqrt(train.batch_tokens / parent.train.batch_tokens)
+    model = replace(
+        parent.model,
+        context=context,
+        short_window=short_window,
+        dropout=0.0,
+        # Over several epochs a small model learns which conversation follows which, and relies on the one before it in
+        # the row, which is not there in a chat. Large ones keep attention that FlashAttention supports.
+        document_mask=parent.model.document_mask
+        or (parent.model.dim <= NARROW and (material.order.epochs or 1) > 1),
+    )
     return replace(
         parent,
-        model=replace(parent.model, context=context, short_window=short_window),
+        model=model,
         optim=parent.optim.fine_tuning(lr_fraction, WARMDOWN),
         train=train,
         kind="sft",

@@ -45,6 +45,7 @@ CHANGES: dict[str, list[dict[str, object]]] = {
     "backout": [{"backout": False}],
     "head_gate": [{"head_gate": True}],
     "document_mask": [{"document_mask": True}],
+    "dropout": [{"dropout": 0.2}],
 }
 CASES = [(name, change) for name, changes in CHANGES.items() for change in changes]
 BF16 = {"fp8": "none"}
@@ -147,6 +148,7 @@ def expected_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("fast", [False, True], ids=["plain", "fast"])
 @pytest.mark.parametrize(("field", "change"), CASES, ids=str)
+@torch.no_grad()
 def test_prefill_and_decode_have_the_logits_of_the_plain_model_or_reject_the_field(field, change, fast):
     config = changed(change)
     if fast and (rejected := fast_decode.unsupported(config)):

@@ -15,9 +15,19 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobil
 # -- errors ------------------------------------------------------------------------------------------------
 
 
+def _refusal(status, code):
+    return {
+        "status": status,
+        "body": json.dumps({"error": {"message": "The server's own words.", "code": code}}),
+    }
+
+
 TROUBLE = [
     ({"status": 429, "headers": {"retry-after": "3"}}, "is at capacity: try again in 3 s."),
-    ({"status": 503}, "The server is shutting down: try again when it is back."),
+    (_refusal(503, "shutting_down"), "The server is shutting down: try again when it is back."),
+    (_refusal(503, "engine_failed"), "The model has stopped: restart the server, then try again."),
+    (_refusal(503, "engine_silent"), "The server's own words."),
+    ({"status": 503}, "The server answered with 503."),
     ({"status": 500, "body": "<h1>oops</h1>"}, "The server answered with 500."),
     ({"status": 400, "body": '{"error": {"message": "Too <b>odd</b>."}}'}, "Too <b>odd</b>."),
     ({"body": chunks({"content": "Half a"}, end=False)}, "lost before the answer was complete: try again."),

@@ -14,7 +14,7 @@ import pytest
 from nanorun.errors import UserError
 from nanorun.tasks.catalogue import CHATCORE, open_examples, open_task
 from nanorun.tasks.gsm8k import Gsm8k, final_number, with_calls
-from nanorun.tasks.humaneval import HumanEval, program
+from nanorun.tasks.humaneval import HumanEval, checks, program
 from nanorun.tasks.multiple_choice import LETTERS, arc, mmlu, parse_letter
 from nanorun.tasks.spelling import SpellingBee
 from nanorun.tasks.task import question_messages, reply_text
@@ -219,12 +219,14 @@ BAD = (
     "def add(a, b):\n    return half(a + b)",
     "I do not know.",
     "import os; os._exit(0)",
+    "class Any:\n    def __eq__(self, other):\n        return True\n\ndef add(a, b):\n    return Any()",
+    "import os, sys\n\ndef add(a, b):\n    os._exit(int(sys.orig_argv[-4]))",
 )
 
 
 @pytest.mark.parametrize("reply", GOOD)
 def test_a_body_or_a_whole_function_completes_the_program(reply):
-    exec(compile(program(ADD, reply), "program", "exec"), {})
+    exec(compile(program(ADD, reply) + "\n\n" + checks(ADD), "program", "exec"), {})
 
 
 @pytest.mark.parametrize("layout", ["parquet", "jsonl"])
@@ -310,7 +312,8 @@ def test_reference_answers_of_the_real_files_are_graded_right(real, name, tokeni
         if name != "humaneval":
             assert task.reward(i, reply) == 1
         else:
-            assert "check(" in program(task._records[i], reply_text(reply))
+            assert "def " in program(task._records[i], reply_text(reply))
+            assert "check(" in checks(task._records[i])
 
 
 def test_real_humaneval_solutions_pass_in_the_sandbox(real):

@@ -112,6 +112,25 @@ def test_an_early_exit_is_not_success(sandbox: Sandbox, code: str) -> None:
     assert (result.ok, result.reason) == (False, "exit code 0")
 
 
+def test_no_exit_code_is_success(sandbox: Sandbox) -> None:
+    """Python's own are among them: 120, when stdout cannot be flushed."""
+    programs = [f"import os; os._exit({code})" for code in range(256)]
+    programs.append("import os; print('x'); os.close(1); os.dup2(os.open('/dev/full', 1), 1)\nassert False")
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda program: sandbox.run(program, timeout=60), programs))
+    assert [result.reason for result in results if result.ok] == []
+    assert [result.reason for result in results[:129]] == [f"exit code {code}" for code in range(129)]
+    assert results[-1].reason == "exit code 120"
+
+
+def test_a_program_cannot_read_how_its_success_is_reported(sandbox: Sandbox) -> None:
+    result = sandbox.run(
+        "import os, sys\nfor word in sys.orig_argv:\n"
+        "    if word.isdecimal() and 0 < int(word) < 256: os._exit(int(word))\nassert False"
+    )
+    assert (result.ok, result.reason) == (False, "exit code 1")
+
+
 @pytest.mark.parametrize("code", ["1 +", "\0", "\udc80", "(" * 500, "# coding: nonsense\n1 +", "-" * 99_999])
 def test_invalid_source_fails_with_an_error(sandbox: Sandbox, code: str) -> None:
     assert sandbox.run(code).reason in ("exit code 1", "memory limit", "killed by signal 11")
@@ -366,6 +385,9 @@ refused(lambda: os.memfd_create("x"), call(29, 194, 0, 2**30, 0o600), call(68, 1
         call(240, 180, b"/q", 0o102, 0o600, 0), call(149, 228, 0, 4096),
         lambda: os.setxattr("/tmp", "user.a", b"b"))""",
     "x32 numbers": "refused(call(0x40000000 + 57, 2**20), call(0x40000000 + 41, 2**20, 1, 1, 0))",
+    "limits of other processes": """
+import resource
+refused(*(lambda p=p: resource.prlimit(p, resource.RLIMIT_CPU, (1, 1)) for p in (1, os.getppid(), OUTSIDE)))""",
     "becoming root": """
 refused(*(lambda i=i: os.setresuid(i, i, i) for i in (0, 1000, os.getuid() - 1)), lambda: os.setresgid(0, 0, 0),
         lambda: os.setgroups([0]), lambda: os.setuid(0), lambda: os.chown("/tmp", 0, 0))""",
@@ -459,6 +481,147 @@ def test_the_program_dies_with_the_process_that_started_it(sandbox: Sandbox) -> 
     within(5, lambda: not processes_that_mention("98.765"))
 
 
+# -- programs graded by tests in another sandbox -------------------------------------------------------
+
+TESTS = "assert add(2, 3) == 5\nassert add('a', b='b') == 'ab'\nassert add([1], [2]) == [1, 2]"
+FIND_SECRET = """
+import gc, os, re, sys
+frame, found = sys._getframe(), set()
+while frame:
+    found |= {value for value in frame.f_locals.values() if isinstance(value, bytes)}
+    frame = frame.f_back
+found |= {each for each in gc.get_objects() if isinstance(each, bytes)}
+secrets = {each for each in found if re.fullmatch(b"[0-9a-f]{32}", each)}
+"""
+FAKES = {
+    "nothing": "",
+    "wrong": "def add(a, b): return a - b",
+    "exit": "import os\nos._exit(0)",
+    "exit in a call": "import os\ndef add(a, b): os._exit(0)",
+    "exit at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): raise SystemExit(0)",
+    "equal to everything": """
+class Any:
+    def __eq__(self, other): return True
+def add(a, b): return Any()""",
+    "equal to everything, as a subclass": """
+class Text(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+class Number(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def add(a, b): return Number(0) if isinstance(a, int) else Text()""",
+    "comparisons replaced": """
+import builtins, sys
+builtins.AssertionError = type("Quiet", (Exception,), {})
+for module in list(sys.modules.values()):
+    vars(module).update(check=print, assert_equal=print) if module else None
+def add(a, b):
+    frame = sys._getframe()
+    while frame:
+        frame.f_globals["add"] = lambda *a, **b: 5
+        frame = frame.f_back""",
+    "the report, found in memory": FIND_SECRET
+    + """
+for secret in secrets: os.write(1, secret + b"f")
+os._exit(0)""",
+    "the report, to every descriptor": FIND_SECRET
+    + """
+for fd in range(64):
+    for secret in secrets | {b""}:
+        try: os.write(fd, secret + b"f")
+        except OSError: pass
+os._exit(0)""",
+    "answers to every descriptor": """
+import os
+for fd in range(64):
+    for text in (b'["value", true]\\n', b'finished\\n', b'["SystemExit", 0]\\n', b'["value", ["set"]]\\n'):
+        try: os.write(fd, text)
+        except OSError: pass
+while True: pass""",
+    "an endless answer": """
+import os
+def add(a, b):
+    for fd in range(3, 64):
+        try:
+            while True: os.write(fd, b"[" * 65536)
+        except OSError: pass""",
+    "closing every descriptor": "import os\nos.closerange(0, 64)\ndef add(a, b): return a + b",
+    "killing the parent": """
+import os, signal
+for pid in (1, os.getppid(), -1, 0):
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try: os.kill(pid, number)
+        except OSError: pass""",
+    "ptrace and proc": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+for pid in range(1, 100):
+    assert libc.ptrace(16, pid, 0, 0) == -1
+    for name in ("mem", "fd", "environ", "maps"):
+        assert not os.path.exists(f"/proc/{pid}/{name}")
+def add(a, b): return None""",
+    "another process that outlives it": """
+import ctypes, os
+for start in (os.fork, os.forkpty, ctypes.CDLL(None).vfork):
+    try:
+        if start() >= 0: print("a second process")
+    except OSError: pass
+def add(a, b): return None""",
+    "another program in its place": """
+import os, sys
+os.execv(sys.executable, [sys.executable, "-c", "print('finished')"])""",
+}
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_a_program_cannot_fake_that_it_passes_its_tests(sandbox: Sandbox, fake: str) -> None:
+    result = sandbox.grade(FAKES[fake], TESTS, "add", timeout=2)
+    assert not result.ok
+    assert "a second process" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def add(a, b): return a + b", TESTS),
+        ("print('loading')\nadd = lambda a, b: a + b", TESTS),
+        ("def add(*values): return values", "assert add(1, (2.5, None, True)) == (1, (2.5, None, True))"),
+        (
+            "def same(value): return value",
+            "for value in (2**99, -1.5, float('inf'), 1j, {1: 'a', (2,): [b'x', {3}]}, frozenset('ab'), range(3)):\n"
+            "    assert same(value) == value and type(same(value)) is type(value)\n"
+            "assert same(True) is True and same('\\ud800é') == '\\ud800é'",
+        ),
+        ("def even(n): return (i for i in range(n) if i % 2 == 0)", "assert list(even(5)) == [0, 2, 4]"),
+        (
+            "def fail(n): raise ValueError(n)",
+            "try: fail('no')\nexcept ValueError as e: assert str(e) == 'no'\nelse: assert False",
+        ),
+        ("def n(): return 1", "def helper(): return n()\nassert helper() == 1"),
+    ],
+)
+def test_a_program_that_passes_its_tests_is_ok(sandbox: Sandbox, program: str, tests: str) -> None:
+    function = program.split("def ")[-1].split("(")[0] if "def " in program else "add"
+    result = sandbox.grade(program, tests, function)
+    assert (result.reason, result.stderr) == ("finished", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("def f(): return 2", "exit code 1"),
+        ("1 +", "exit code 1"),
+        ("def f(): return bytearray(2**40)", "memory limit"),
+        ("def f():\n    while True: pass", "time limit (0.5 s)"),
+        ("def f(): print('x' * 20_000)", "output limit"),
+    ],
+)
+def test_failed_tests_report_why(sandbox: Sandbox, program: str, reason: str) -> None:
+    result = sandbox.grade(program, "assert f() == 1", "f", timeout=0.5)
+    assert (result.ok, result.reason) == (False, reason)
+
+
 def test_the_python_tool_returns_what_a_program_prints(sandbox: Sandbox) -> None:
     assert python_tool(sandbox)("print(6 * 7)") == "42"
     assert python_tool(sandbox)("print(1)\nexit()") == "1"
@@ -519,7 +682,10 @@ def test_a_sandbox_with_a_hole_is_not_used(
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 def test_the_sandbox_works_for_an_unprivileged_user(sandbox: Sandbox) -> None:
     check = "import os, sys; os.stat(sys._base_executable); assert sys.version_info >= (3, 11)"
-    use = "from nanorun.tools.sandbox import Sandbox; print(Sandbox.probe().run('print(6 * 7)').stdout)"
+    program = (
+        "import resource\ntry: resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nexcept OSError: print(6 * 7)"
+    )
+    use = f"from nanorun.tools.sandbox import Sandbox; print(Sandbox.probe().run({program!r}).stdout)"
 
     def as_nobody(code: str) -> subprocess.CompletedProcess[str]:
         become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--"]

@@ -11,7 +11,7 @@ ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 NUMBERS = {  # of calls that must be judged alike on both
     "x86_64": {"read": 0, "mmap": 9, "openat": 257, "futex": 202, "execve": 59, "ptrace": 101, "socket": 41}
     | {"mount": 165, "unshare": 272, "bpf": 321, "memfd_create": 319, "clone3": 435, "io_uring_setup": 425}
-    | {"clone": 56, "socketpair": 53, "ioctl": 16},
+    | {"clone": 56, "socketpair": 53, "ioctl": 16, "prlimit64": 302},
     "aarch64": {
         "read": 63,
         "mmap": 222,
@@ -22,7 +22,7 @@ NUMBERS = {  # of calls that must be judged alike on both
         "socket": 198,
     }
     | {"mount": 40, "unshare": 97, "bpf": 280, "memfd_create": 279, "clone3": 435, "io_uring_setup": 425}
-    | {"clone": 220, "socketpair": 199, "ioctl": 29},
+    | {"clone": 220, "socketpair": 199, "ioctl": 29, "prlimit64": 261},
 }
 
 
@@ -59,6 +59,8 @@ def judge(program: bytes, architecture: int, number: int, *arguments: int) -> st
         ("ioctl", (0, 0x5401), ALLOW),  # isatty
         ("ioctl", (0, 0x5412), NOT_IMPLEMENTED),  # TIOCSTI
         ("ioctl", (0x5401, 0x5412), NOT_IMPLEMENTED),
+        ("prlimit64", (0, 7), ALLOW),
+        ("prlimit64", (1, 7), NOT_IMPLEMENTED),  # the sandbox's first process
     ],
 )
 def test_a_system_call_has_the_same_verdict_on_every_machine(

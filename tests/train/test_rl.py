@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_tasks import HERE, Echo, Spell, Sum, furnish, half_taught, open_task
+from spike import poison
 
 from nanorun import checkpoint, console, run_list
 from nanorun.errors import UserError
@@ -358,6 +359,14 @@ def test_a_nan_loss_is_skipped_and_repeated_ones_roll_back(world, monkeypatch, c
     assert [record["step"] for record in records] == list(range(1, 15))
     assert found_state(world, "spiky")["loader"]["drawn"] > 14 * 4, "past the trouble"
     assert all(torch.isfinite(w).all() for w in weights_of(world, "spiky").values())
+
+
+def test_a_run_that_cannot_save_its_weights_fails(world, monkeypatch):
+    monkeypatch.setattr(rl, "rl_step", poison(rl.rl_step, range(3, 10**6)))
+    with pytest.raises(UserError, match=r"3 times and failed each time \(embed.*the first in row \d+\)"):
+        learn("dead", steps=4)
+    assert not (world / "runs" / "dead" / "summary.json").exists()
+    assert checkpoint.steps(world / "runs" / "dead" / "checkpoints") == [2]
 
 
 def test_out_of_memory_halves_the_micro_batch_and_changes_nothing(world, monkeypatch, capsys):

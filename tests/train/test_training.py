@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from spike import Spike
+from spike import Spike, poison
 
 from nanorun import checkpoint
 from nanorun.config import Config, Horizon, OptimConfig, TrainConfig, scale_model
@@ -136,6 +136,24 @@ def test_a_finished_run_is_not_done_again_and_another_config_is_refused(world):
     assert (world / "runs" / "done" / "metrics.jsonl").read_bytes() == before
     with pytest.raises(UserError, match="seed"):
         train_base(tiny(seed=5), BaseOptions(name="done"))
+
+
+def test_samples_with_control_sequences_are_printed_as_text(world, capsys):
+    from nanorun.cli import app
+
+    config = world / "evil.json"
+    config.write_text(json.dumps(tiny(3).to_dict()))
+    args = ["train", "base", "--config", str(config), "--name", "evil"]
+    app(args, standalone_mode=False)
+    path = world / "runs" / "evil" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["samples"] = [{"prompt": "\x1b]0;title\x07", "text": "\x1b]52;c;cm0=\x07 \x9b31m"}]
+    path.write_text(json.dumps(summary))
+    capsys.readouterr()
+    app(args, standalone_mode=False)
+    assert "  ^[]0;title^G│^[]52;c;cm0=^G <U+009B>31m\n" in capsys.readouterr().out
+    app([*args, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["samples"] == summary["samples"]
 
 
 def test_a_run_of_an_earlier_version_without_a_new_field_goes_on(world):
@@ -400,15 +418,50 @@ def test_repeated_bad_steps_roll_back_and_the_run_still_ends_well(world, capsys)
     assert all(torch.isfinite(w).all() for w in final_weights(world, "rolling").values())
 
 
-def test_weights_that_are_not_numbers_are_never_saved(world, capsys):
+def test_a_weight_that_becomes_nan_rolls_back_and_the_run_still_ends_well(world, capsys):
     t = assembled(tiny(), "poisoned")
     with t.loader, t.run:
-        loop.train_step(t)
-        with torch.no_grad():
-            t.model.embed.weight[0, 0] = float("nan")
-        loop.save(t)
-    assert "not saved" in capsys.readouterr().err
-    assert checkpoint.steps(world / "runs" / "poisoned" / "checkpoints") == []
+        assert loop.train(t, poison(loop.train_step, {5})) is True
+    assert (
+        "step 6: embed.weight of the model holds NaN or infinite values (1 of 10,240, the first in row 319); "
+        "rolling back to step 3"
+    ) in capsys.readouterr().err
+    assert checkpoint.steps(t.run.checkpoints)[-1] == 12
+    assert all(torch.isfinite(w).all() for w in final_weights(world, "poisoned").values())
+
+
+def test_a_run_that_cannot_save_its_weights_fails_and_names_the_row(world, monkeypatch, capsys):
+    monkeypatch.setattr(loop.train, "__defaults__", (poison(loop.train_step, range(5, 10**6)),))
+    for options in (BaseOptions(name="dead", fresh=True, samples=1), BaseOptions(name="dead", samples=1)):
+        with pytest.raises(
+            UserError, match=r"3 times and failed each time \(embed.*row 319\).*--seed"
+        ) as raised:
+            train_base(tiny(), options)
+        assert raised.value.exit_code == 2
+    folder = world / "runs" / "dead"
+    assert not (folder / "summary.json").exists()
+    assert checkpoint.steps(folder / "checkpoints") == [3]
+    assert "already finished" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_stopped_run_that_cannot_save_its_weights_fails(world, monkeypatch, saved):
+    def stop(t):
+        done = step(t)
+        if t.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return done
+
+    step = poison(loop.train_step, {4})
+    monkeypatch.setattr(loop.train, "__defaults__", (stop,))
+    config = tiny() if saved else replace(tiny(), train=replace(tiny().train, eval_every=0, save_every=99))
+    again = "resumes from step 3" if saved else "starts over"
+    with pytest.raises(
+        UserError, match=rf"Step 5 of 'halt' is not saved: embed.*row 319\).*{again}"
+    ) as raised:
+        train_base(config, BaseOptions(name="halt", fresh=True, samples=1))
+    assert raised.value.exit_code == 2
+    assert not (world / "runs" / "halt" / "summary.json").exists()
 
 
 def test_out_of_memory_halves_the_micro_batch_and_goes_on(world, monkeypatch, capsys):

@@ -44,7 +44,7 @@ MAX_SPLITS = 16
 
 SUPPORTED_FIELDS = frozenset(
     "depth dim heads kv_heads vocab_size context windows short_window mlp_ratio rope_base qk_gain softcap "
-    "value_embeddings residual_scalars smear backout document_mask".split()
+    "value_embeddings residual_scalars smear backout document_mask dropout".split()
 )
 
 
@@ -166,13 +166,13 @@ class FastDecode:
 
             # After the MLP the stream becomes alpha·x + beta·extra: the input of the next layer, or the backout.
             # `keep` receives x itself.
-            is_last, is_middle = i == config.depth - 1, i == config.depth // 2
+            is_last, is_middle = i == config.depth - 1, i == config.backout_layer
             extra, keep = None, None
             if not is_last:
                 alpha, beta = weights.lambdas[i + 1], weights.mus[i + 1]
                 extra = work.x0 if beta else None
                 keep = work.middle if is_middle and weights.backout else None
-            elif is_middle:  # of one or two layers the last is also the middle
+            elif is_middle:  # of a single layer
                 alpha, beta = 1.0 - weights.backout, 0.0
             else:
                 alpha, beta = 1.0, -weights.backout

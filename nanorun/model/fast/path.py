@@ -93,7 +93,7 @@ class FastPath(nn.Module):
             # What the epilogue of this block's down projection computes for the next block. The middle block's output
             # is needed as it is, for the backout, and the last block has no next one.
             next_mix = None
-            if recipe.fused_residual and i not in (config.depth // 2, config.depth - 1):
+            if recipe.fused_residual and i not in (config.backout_layer, config.depth - 1):
                 next_mix = (
                     NextMix(x0.detach(), lambdas[i + 1], mus[i + 1]) if config.residual_scalars else NextMix()
                 )
@@ -102,7 +102,7 @@ class FastPath(nn.Module):
                 stream = checkpoint(self.block, *inputs, use_reentrant=False)
             else:
                 stream = self.block(*inputs)
-            if i == config.depth // 2:
+            if i == config.backout_layer:
                 middle = stream.materialize()
                 stream = ResidualStream(middle)
         x = stream.materialize()

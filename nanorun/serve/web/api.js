@@ -107,7 +107,12 @@ async function trouble(response, hadKey) {
     const when = wait ? ` in ${wait} s` : " in a moment";
     return new ApiError(`The server is at capacity: try again${when}.`, status);
   }
-  if (status === 503) return new ApiError("The server is shutting down: try again when it is back.", status);
+  if (error?.code === "shutting_down") {
+    return new ApiError("The server is shutting down: try again when it is back.", status);
+  }
+  if (error?.code === "engine_failed") {
+    return new ApiError("The model has stopped: restart the server, then try again.", status);
+  }
   if (error?.code === "context_length_exceeded") {
     return new ApiError("This exceeds the model's context: shorten it, or start a new conversation.", status);
   }

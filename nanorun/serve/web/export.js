@@ -34,6 +34,7 @@ export const fileName = (conversation) =>
 const plain = ({ type, text }) => ({ type: type === "guess" ? "output" : type, text });
 
 function fenced(text, language) {
-  const ticks = "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map(([run]) => run.length + 1)));
+  const longest = [...text.matchAll(/`+/g)].reduce((most, [run]) => Math.max(most, run.length), 2);
+  const ticks = "`".repeat(longest + 1);
   return `${ticks}${language}\n${text}\n${ticks}`;
 }

@@ -1,17 +1,20 @@
 // A subset of Markdown as DOM nodes: code fences, headings, lists, quotes, rules, bold, italics, inline code.
-// Everything else, including HTML and links, stays plain text. While an answer grows, unchanged blocks keep
-// their nodes.
+// Everything else, including HTML and links, stays plain text.
+//
+// A model may write any text, so the time is linear in its length. Expressions match the beginning of a line, with
+// nothing after a repetition that could fail; those inside a line stop at the next delimiter of their own kind. While
+// an answer grows, only its last block is parsed and built again.
 
 import { copyButton, h } from "./dom.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const ITEM = /^(\s*)(?:([-*+•])|(\d{1,9})[.)])\s+(.*)$/;
-const QUOTE = /^ {0,3}>\s?(.*)$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})/;
+const HEADING = /^ {0,3}(#{1,6})\s+/;
+const RULE = /^ {0,3}[-*_]/;
+const ITEM = /^(\s*)(?:[-*+•]|(\d{1,9})[.)])\s+/;
+const QUOTE = /^ {0,3}>\s?/;
 const INLINE = new RegExp(
   [
-    /(`+)([^`]+)\1(?!`)/, // code
+    /(?<!`)(`+)([^`]+)\1(?!`)/, // code
     /\*\*(?=\S)([^*]*[^*\s])\*\*/, // bold
     /(?<![\w*])\*(?=[^\s*])([^*\n]*[^*\s])\*(?![\w*])/, // italics, with stars
     /(?<!\w)_(?=[^\s_])([^_\n]*[^_\s])_(?!\w)/, // and with underscores
@@ -20,81 +23,127 @@ const INLINE = new RegExp(
     .join("|"),
   "g",
 );
+const MAX_DEPTH = 16; // of lists; deeper items stay on the last level
 
 export function showMarkdown(container, text) {
-  const blocks = parse(text);
-  blocks.forEach((block, at) => {
-    const source = JSON.stringify(block);
-    const old = container.children[at];
-    if (old?.source === source) return;
-    const node = build(block);
-    node.source = source;
-    if (old) old.replaceWith(node);
-    else container.append(node);
+  const shown = (container.shown ??= { text: "", blocks: [] });
+  const { blocks } = shown;
+  const lastLine = shown.text.lastIndexOf("\n") + 1; // it may go on, and then belong to the block before it
+  const kept = text.startsWith(shown.text) ? Math.max(blocks.findLastIndex(({ at }) => at < lastLine), 0) : 0;
+  const old = blocks.splice(kept);
+  const fresh = kept ? parse(text, old[0].at, old[0].blank, true) : parse(text, 0, 0, false);
+  fresh.forEach((block, index) => {
+    const before = old[index];
+    block.source = JSON.stringify(block.content);
+    block.node = before?.source === block.source ? before.node : build(block.content);
+    if (!before) container.append(block.node);
+    else if (before.node !== block.node) before.node.replaceWith(block.node);
+    blocks.push(block);
   });
-  while (container.children.length > blocks.length) container.lastChild.remove();
+  for (const { node } of old.slice(fresh.length)) node.remove();
+  shown.text = text;
 }
 
-function parse(text) {
-  const lines = text.split("\n");
+class Lines {
+  constructor(text, at) {
+    this.at = at; // where the next line begins
+    this.lines = text.slice(at).split("\n");
+    this.taken = 0;
+  }
+
+  /** The next line; undefined at the end. */
+  get next() {
+    return this.lines[this.taken];
+  }
+
+  take() {
+    const line = this.lines[this.taken++];
+    this.at += line.length + 1;
+    return line;
+  }
+
+  takeWhile(test) {
+    const taken = [];
+    while (this.next !== undefined && test(this.next)) taken.push(this.take());
+    return taken;
+  }
+}
+
+/** The blocks of the text from `at` on, after `blank` empty lines; `follows` another block, or is the first. */
+function parse(text, at, blank, follows) {
+  const lines = new Lines(text, at);
   const blocks = [];
-  let blank = 0;
-  for (let at = 0; at < lines.length;) {
-    const line = lines[at];
-    if (!line.trim()) {
-      blank += 1;
-      at += 1;
-      continue;
-    }
-    const gap = Math.max(blocks.length ? blank - 1 : blank, 0);
-    blank = 0;
-    const take = (pattern) => {
-      const taken = [];
-      while (at < lines.length && pattern.test(lines[at])) taken.push(lines[at++]);
-      return taken;
-    };
-    const fence = FENCE.exec(line);
-    if (fence) {
-      const end = new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}\\s*$`);
-      const code = [];
-      for (at += 1; at < lines.length && !end.test(lines[at]); at += 1) code.push(lines[at]);
-      at += 1;
-      blocks.push({ kind: "code", language: fence[2], text: code.join("\n") });
-    } else if (HEADING.test(line)) {
-      const [, marks, title] = HEADING.exec(line);
-      blocks.push({ kind: "heading", level: marks.length, text: title });
-      at += 1;
-    } else if (RULE.test(line)) {
-      blocks.push({ kind: "rule" });
-      at += 1;
-    } else if (QUOTE.test(line)) {
-      blocks.push({
-        kind: "quote",
-        text: take(QUOTE)
-          .map((quoted) => QUOTE.exec(quoted)[1])
-          .join("\n"),
-      });
-    } else if (ITEM.test(line)) {
-      const items = [];
-      while (at < lines.length && lines[at].trim()) {
-        const found = ITEM.exec(lines[at]);
-        if (found) items.push({ indent: found[1].length, number: found[3] ?? null, text: found[4] });
-        else if (/^\s/.test(lines[at])) items.at(-1).text += `\n${lines[at].trim()}`;
-        else break;
-        at += 1;
-      }
-      blocks.push({ kind: "list", items });
-    } else {
-      const paragraph = [];
-      while (at < lines.length && lines[at].trim() && !(paragraph.length && begins(lines[at])))
-        paragraph.push(lines[at++]);
-      blocks.push({ kind: "text", text: "\n".repeat(gap) + paragraph.join("\n") });
-    }
+  for (; lines.next !== undefined; blank = 0) {
+    blank += lines.takeWhile(isBlank).length;
+    if (lines.next === undefined) break;
+    const block = { at: lines.at, blank };
+    block.content = readBlock(lines, Math.max(follows ? blank - 1 : blank, 0));
+    blocks.push(block);
+    follows = true;
   }
   return blocks;
 }
 
-const begins = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((pattern) => pattern.test(line));
+function readBlock(lines, gap) {
+  const line = lines.next;
+  const fence = fenceOf(line);
+  if (fence) {
+    const [, language] = /^\s*([\w+#.-]*)/.exec(lines.take().slice(fence.end));
+    const code = lines.takeWhile((inside) => !closes(inside, fence));
+    if (lines.next !== undefined) lines.take();
+    return { kind: "code", language, text: code.join("\n") };
+  }
+  const heading = HEADING.exec(line);
+  if (heading) {
+    const text = withoutMarks(lines.take().slice(heading[0].length));
+    return { kind: "heading", level: heading[1].length, text };
+  }
+  if (isRule(line)) {
+    lines.take();
+    return { kind: "rule" };
+  }
+  if (QUOTE.test(line)) {
+    const quoted = lines.takeWhile((inside) => QUOTE.test(inside));
+    return { kind: "quote", text: quoted.map((inside) => inside.replace(QUOTE, "")).join("\n") };
+  }
+  if (ITEM.test(line)) return { kind: "list", items: readItems(lines) };
+  const paragraph = [lines.take(), ...lines.takeWhile((inside) => !isBlank(inside) && !begins(inside))];
+  return { kind: "text", text: "\n".repeat(gap) + paragraph.join("\n") };
+}
+
+function readItems(lines) {
+  const items = [];
+  for (const line of lines.takeWhile((inside) => !isBlank(inside) && (ITEM.test(inside) || /^\s/.test(inside)))) {
+    const found = ITEM.exec(line);
+    if (found) items.push({ indent: found[1].length, number: found[2] ?? null, text: line.slice(found[0].length) });
+    else items.at(-1).text += `\n${line.trim()}`;
+  }
+  return items;
+}
+
+const isBlank = (line) => !line.trim();
+const begins = (line) =>
+  Boolean(fenceOf(line)) || isRule(line) || [HEADING, QUOTE, ITEM].some((pattern) => pattern.test(line));
+const isRule = (line) => RULE.test(line) && /^(?:-{3,}|\*{3,}|_{3,})$/.test(line.replace(/\s+/g, ""));
+
+function fenceOf(line) {
+  const found = FENCE.exec(line);
+  if (!found || line.includes("`", found[0].length)) return null;
+  return { marks: found[1], end: found[0].length };
+}
+
+function closes(line, { marks }) {
+  const found = FENCE.exec(line);
+  return found?.[1].startsWith(marks) && isBlank(line.slice(found[0].length));
+}
+
+/** A title without the marks that may end it: "Title ##". */
+function withoutMarks(text) {
+  const title = text.trimEnd();
+  let end = title.length;
+  while (title[end - 1] === "#") end -= 1;
+  return title.slice(0, end).trimEnd();
+}
 
 function build(block) {
   if (block.kind === "code") return codeBlock(block.text, block.language);
@@ -105,15 +154,15 @@ function build(block) {
   return h("p", null, inline(block.text));
 }
 
-function list(items) {
+function list(items, depth = 1) {
   const [{ indent, number }] = items;
   const root = h(number === null ? "ul" : "ol", number === null ? null : { start: number });
   for (let at = 0; at < items.length;) {
     const item = h("li", null, inline(items[at].text));
     at += 1;
     const inner = [];
-    while (at < items.length && items[at].indent > indent + 1) inner.push(items[at++]);
-    if (inner.length) item.append(list(inner));
+    while (depth < MAX_DEPTH && items[at]?.indent > indent + 1) inner.push(items[at++]);
+    if (inner.length) item.append(list(inner, depth + 1));
     root.append(item);
   }
   return root;

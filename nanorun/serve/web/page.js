@@ -25,6 +25,7 @@ import { showWelcome } from "./welcome.js";
 
 const SAVE_MS = 400;
 const RETRY_MS = 5_000; // while the server is unreachable
+const PAUSE_RATIO = 3; // the pause after a paint, in times of its duration
 
 const settings = store.loadSettings();
 const loaded = store.load();
@@ -144,16 +145,22 @@ function paint(message) {
 }
 
 let painting = null;
+let pause = 0; // milliseconds between two paints of a growing answer, so that a long one does not take all of the time
 function paintSoon(message) {
   if (!views.has(message)) {
     showMessages();
     return;
   }
-  painting ??= requestAnimationFrame(() => {
-    painting = null;
-    const running = talk.running.get(shown.id);
-    if (running && views.has(running.message)) paint(running.message);
-  });
+  painting ??= setTimeout(() => requestAnimationFrame(paintRunning), pause);
+}
+
+function paintRunning() {
+  painting = null;
+  const running = talk.running.get(shown.id);
+  if (!running || !views.has(running.message)) return;
+  const start = performance.now();
+  paint(running.message);
+  pause = PAUSE_RATIO * (performance.now() - start);
 }
 
 async function begin(answering) {
