@@ -141,13 +141,8 @@ class Run:
         path = self.folder / METRICS
         if self._metrics is None:
             self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        about = os.fstat(self._metrics)
-        size_before = about.st_size
-        if not about.st_nlink:
-            raise UserError(
-                f"{path} was removed while '{self.name}' was training, which ends it: restore the folder from a copy, "
-                "or run the same command again to start over."
-            )
+        self.fail_if_removed(path)
+        size_before = os.fstat(self._metrics).st_size
         try:
             while line:
                 line = line[os.write(self._metrics, line) :]
@@ -159,6 +154,14 @@ class Run:
             ) from error
         if time.monotonic() - self._synced_at >= SYNC_EVERY:
             self._sync()
+
+    def fail_if_removed(self, part: Path | None = None) -> None:
+        """UserError if somebody has removed the folder, or this part of it, while the run was training."""
+        if not (part or self.folder).exists():
+            raise UserError(
+                f"{part or self.folder} was removed while '{self.name}' was training, which ends it: restore the "
+                "folder from a copy, or run the same command again to start over."
+            )
 
     def rewind_metrics(self, step: float) -> int:
         """Removes what was logged after `step`, which is about to run again. Returns the number of lines removed.
@@ -175,7 +178,8 @@ class Run:
             record = _parse(line)
             if record is not None and record.get("step", -math.inf) <= step:
                 kept.append(line)
-            damaged += record is None and line.endswith(b"\n")  # without an end, a crash left it incomplete
+            has_end = line.endswith(b"\n") or len(line) == _MAX_LINE  # else a crash left it incomplete
+            damaged += record is None and has_end
         if damaged:
             console.say(f"{path}: leaving out {damaged} damaged line{'s' * (damaged > 1)}")
         if len(kept) < lines:

@@ -41,7 +41,7 @@ def fields_of(record: Record, header: Sequence[str], fields: Mapping[str, str]) 
 def _filled(text: str, record: Record) -> str:
     try:
         return text.format_map(record)
-    except (KeyError, TypeError, ValueError):  # None or text in a numeric format
+    except (KeyError, TypeError, ValueError, OverflowError):  # such as None or text in a numeric format
         return "–"
 
 

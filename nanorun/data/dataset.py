@@ -9,6 +9,7 @@ unchanged.
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -178,6 +179,8 @@ def _check_manifest(record: Mapping[str, Any], shards: Sequence[Shard]) -> None:
     for shard in shards:
         if not 0 < len(shard.file.encode("utf-8", "surrogatepass")) < 256 or "\0" in shard.file:
             raise ValueError(f"{shown(shard.file)} is no name of a file")
+        if not re.fullmatch("[0-9a-f]{64}", shard.sha256):
+            raise ValueError(f"the SHA-256 of {shown(shard.file)} is {shown(shard.sha256)}")
         counts = (shard.documents, shard.text_bytes or 0, shard.file_bytes, shard.row_groups, shard.tokens)
         if min(counts) < 0 or _ROW_GROUP_MIN * shard.row_groups > shard.file_bytes:
             raise ValueError(f"the counts of {shard.file} are out of range")

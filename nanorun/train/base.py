@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanorun import checkpoint, hardware, runs
+from nanorun import checkpoint, hardware, home, runs
 from nanorun.config import Backend, Config, Dtype, Horizon, largest_divisor
 from nanorun.console import say, seconds
 from nanorun.data.dataset import Dataset, dataset_names, open_dataset
@@ -83,6 +83,8 @@ def configure(
     """The configuration on the data that is here, with its own tokenizer unless another is named; on the sample world,
     where there is no data at all. A run of this `name` keeps its own, but for what is given: the same command resumes
     it, whatever the speed of the machine and the rules for new runs are by now."""
+    if name is not None:
+        home.check_name(name, "run")
     if data is None and tokenizer is None and not dataset_names():
         say("there is no data here yet: building the sample world")
         build_sample()

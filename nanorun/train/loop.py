@@ -317,6 +317,7 @@ def save(t: Training) -> None:
         "tokenizer": t.tokenizer,
         "numerics": numerics(t),
     }
+    t.run.fail_if_removed()
     folder = t.run.checkpoints
     rng = {f"rng.{name}": tensor for name, tensor in checkpoint.rng_state().items()}
     checkpoint.save(folder, t.step, t.model.state_dict(), {**t.optimizer.state_dict(), **rng}, state)

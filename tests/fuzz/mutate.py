@@ -81,7 +81,7 @@ def _edit(dice: random.Random, value: Any) -> Any:
         if kind == 0:
             del value[at]
         elif kind == 1:
-            value[at:at] = [_if_small(value[at])] * dice.choice((1, 2, 1000))
+            value[at:at] = _copies(value[at], dice.choice((1, 2, 1000)))
         elif kind == 2:
             value.insert(at, odd_value(dice))
         else:
@@ -98,13 +98,14 @@ def _edit(dice: random.Random, value: Any) -> Any:
     return odd_value(dice, value)
 
 
-def _if_small(value: Any) -> Any:
-    """What is repeated must not have been repeated before."""
-    return value if len(json.dumps(value)) < 1000 else None
+def _copies(value: Any, count: int) -> list[Any]:
+    """Copies, so that the next edit changes one of them. What is large, since it was repeated before, is None."""
+    text = json.dumps(value)
+    return [json.loads(text) if len(text) < 1000 else None for _ in range(count)]
 
 
 def odd_value(dice: random.Random, old: Any = None) -> Any:
-    kind, old = dice.randrange(10), _if_small(old)
+    kind, old = dice.randrange(10), _copies(old, 1)[0]
     if kind < 3:
         return dice.choice(NUMBERS)
     if kind < 5:
@@ -112,7 +113,7 @@ def odd_value(dice: random.Random, old: Any = None) -> Any:
     if kind == 5:
         return dice.choice((None, True, False, float("nan"), float("inf")))
     if kind == 6:
-        return [old] * dice.choice((0, 1, 2, 300))
+        return _copies(old, dice.choice((0, 1, 2, 300)))
     if kind == 7:
         return {dice.choice(TEXTS): old}
     if kind == 8:

@@ -1,7 +1,6 @@
 """A short run of the fuzzer: `make fuzz` feeds each parser tens of thousands of inputs."""
 
 import random
-import signal
 import tempfile
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def test_the_fuzzer_reports_exceptions_hangs_and_growth(tmp_path, monkeypatch):
                 raise KeyError("x")
             if content == 2:
                 while True:
-                    signal.sigtimedwait((), 1)
+                    pass
             self.held.append(b"x" * (60 << 20))
 
     monkeypatch.setenv("NANORUN_HOME", str(tmp_path))
