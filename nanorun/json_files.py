@@ -99,7 +99,7 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_DEPTH, max_values: 
     try:
         return json.loads(content.decode("utf-8"))
     except json.JSONDecodeError as error:
-        raise JsonError(error.msg, error.lineno, error.colno) from error
+        raise JsonError("it is not valid JSON", error.lineno, error.colno) from error
     except UnicodeDecodeError as error:
         raise JsonError("it is not UTF-8") from error
     except ValueError as error:  # a number with too many digits

@@ -91,8 +91,10 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
     tokenizer, context = open_tokenizer(inherited.tokenizer), sft.context or inherited.model.context
     spec, *mixtures = prepare_mixture(choose_mixture(sft.mixture, sft.tasks), sft.folder, sft.seed, sft.tasks)
     name = options.name or default_name(parent, spec.name)
-    if sft.batch_tokens is None and not options.fresh and trained_config(name):
-        sft = replace(sft, batch_tokens=load_config(name).train.batch_tokens)  # also if it becomes longer
+    earlier_model = None
+    if not options.fresh and trained_config(name):  # what depends on the length stays if it becomes longer
+        earlier_model, train_config = load_config(name).model, load_config(name).train
+        sft = replace(sft, batch_tokens=sft.batch_tokens or train_config.batch_tokens)
     train, val = (render_all(mixture, tokenizer, context) for mixture in mixtures)
     epochs = choose_epochs(sft, train, context)
     material = Material(
@@ -102,6 +104,8 @@ def train_sft(sft: SFTOptions, options: BaseOptions) -> dict[str, Any]:
         make_exam(sft, tokenizer, inherited.data),
     )
     config = configure(inherited, sft, material)
+    if earlier_model is not None:
+        config = replace(config, model=replace(config.model, document_mask=earlier_model.document_mask))
     log_mixture(spec, mixtures[0], train, val, config, epochs or config.tokens / len(train.tokens))
     choose_backends(config.model, torch.device(hardware.detect().device), options.backend)
     record = {
