@@ -45,9 +45,9 @@ QUESTIONS = (
 class Budget:
     """How much of everything: about six minutes of two cores."""
 
-    base_steps: int = 400
+    base_steps: int = 370
     chat_steps: int | None = None  # None: one pass over the mixture
-    rl_steps: int = 60
+    rl_steps: int = 50
     problems: int = 16  # per RL step
     eval_problems: int = 128  # held out, to measure RL
     exam_questions: int = 200  # of each task, if it has as many
