@@ -299,20 +299,22 @@ def measure(model: str | None, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryFile() as log, on_core(0, command, stdout=subprocess.PIPE, stderr=log) as server:
         try:
             assert server.stdout is not None
-            port = int(server.stdout.readline().strip().removesuffix("/v1").rsplit(":", 1)[1])
+            address = server.stdout.readline().strip()
+            if not address:
+                log.seek(0)
+                sys.exit(log.read().decode())
+            port = int(address.removesuffix("/v1").rsplit(":", 1)[1])
             observer = Observer(port, server.pid)
             attack = [sys.executable, __file__, "--attack", str(port), "--minutes", str(seconds / 60)]
             with on_core(1, attack, stdout=subprocess.PIPE) as abusers:
                 asyncio.run(observer.run(seconds))
                 abuse = json.loads(abusers.communicate(timeout=60)[0])
             time.sleep(2)
-            last = Observer(port, server.pid)
-            asyncio.run(last.run(1))
             state = asyncio.run(read(port, "/health"))
         finally:
             server.send_signal(signal.SIGTERM)
             code = server.wait(60)
-        log_bytes = log.tell() or os.fstat(log.fileno()).st_size
+        log_bytes = os.fstat(log.fileno()).st_size
     memory = observer.memory
     return {
         "minutes": round(seconds / 60, 2),

@@ -412,6 +412,34 @@ def small_text(result: dict[str, Any]) -> str:
     return f"{markdown([*header, 'before'], rows)}\n\n{footer(result)}"
 
 
+def abuse(result: dict[str, Any]) -> str:
+    health, memory, outcomes = result["health"], result["server_mib"], result["outcomes"]
+    rows = [
+        [name, f"{1e3 * health[key]:,.0f} ms"]
+        for name, key in (
+            ("/health, median", "p50_s"),
+            ("/health, p99", "p99_s"),
+            ("/health, p99.9", "p99.9_s"),
+            ("/health, slowest", "max_s"),
+        )
+    ]
+    rows.append(["/health, polls", f"{health['polls']:,}"])
+    for word in ("served", "failed"):
+        count = sum(value for name, value in outcomes.items() if name.startswith(word))
+        rows.append([f"honest answers {word}", f"{count:,}"])
+    for name, key in (
+        ("at the start", "start"),
+        ("after a quarter", "quarter"),
+        ("at the end", "end"),
+        ("most", "max"),
+    ):
+        rows.append([f"memory of the server, {name}", f"{memory[key]:,.0f} MiB"])
+    rows.append(["log", f"{result['log_bytes'] / 1e3:,.1f} kB"])
+    table = markdown([f"{result['minutes']:g} minutes of abuse", ""], rows)
+    seen = ", ".join(f"{count:,} × {what}" for what, count in result["abuse"].items())
+    return f"{table}\n\nThe abuse: {seen}. The model: {result['model']}. {footer(result)}"
+
+
 def shown_command(result: dict[str, Any]) -> str:
     """The recorded command as a reader types it today.
 
@@ -434,6 +462,7 @@ def footer(*results: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
+    "abuse": abuse,
     "base run": base_run,
     "budget": budget,
     "chat": chat,

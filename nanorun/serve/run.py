@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 BACKLOG = 1024  # connections that the kernel holds
 ACCEPTS = 64  # connections that the event loop accepts in a row
 HEADER_BYTES = 16 * 2**10
-FULL_COLLECTION = (
-    100  # partial collections between two full ones, which take 50 ms with a thousand connections
-)
 REPEAT_S = 10.0  # the same line is not logged again for so long
 log = logging.getLogger("nanorun.serve")
 
@@ -77,7 +74,6 @@ def serve(options: ServeOptions) -> None:
                 listening.listen(BACKLOG)
                 self.watching = asyncio.create_task(pool.close_overdue())
                 gc.freeze()  # what exists by now stays: later collections need not visit it
-                gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION)
                 _print_address(service, listening.getsockname()[1])
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
